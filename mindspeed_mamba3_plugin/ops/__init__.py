@@ -1,0 +1,1 @@
+"""The Mamba-3 MIMO operator: what is computed. Knows nothing of Megatron."""
