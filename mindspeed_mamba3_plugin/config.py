@@ -37,9 +37,7 @@ class Mamba3Config:
         None, "tokens per chunk of the scan (default: 64 // rank, at least 8)", type=int
     )
     mamba3_expand: int = _setting(2, "inner width as a multiple of the hidden size", type=int)
-    mamba3_rope_fraction: float = _setting(
-        0.5, "share of the state dimension that is rotated", (0.5, 1.0), float
-    )
+    mamba3_rope_fraction: float = _setting(0.5, "share of the state dimension that is rotated", (0.5, 1.0), float)
     mamba3_outproj_norm: bool = _setting(
         False, "head-wise RMSNorm of the scan output before the gate (fused into the kernels)"
     )
@@ -78,9 +76,7 @@ class Mamba3Config:
         )
         self._require("mamba3_a_floor", self.mamba3_a_floor > 0, "a number above 0")
         self._require("mamba3_dt_min", self.mamba3_dt_min > 0, "a number above 0")
-        self._require(
-            "mamba3_dt_max", self.mamba3_dt_max >= self.mamba3_dt_min, f"at least {flag('mamba3_dt_min')}"
-        )
+        self._require("mamba3_dt_max", self.mamba3_dt_max >= self.mamba3_dt_min, f"at least {flag('mamba3_dt_min')}")
         self._require("mamba3_dt_init_floor", self.mamba3_dt_init_floor > 0, "a number above 0")
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -225,6 +226,6 @@ def _check_cu_seqlens(cu: Tensor | None, B: int, S: int, device: torch.device) -
         raise ValueError(f"cu_seqlens starts with {bounds[0]}: must start with 0")
     if bounds[-1] != S:
         raise ValueError(f"cu_seqlens ends with {bounds[-1]}: must end with the length of Q, which is {S}")
-    for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for i, (a, b) in enumerate(itertools.pairwise(bounds)):
         if b < a:
             raise ValueError(f"cu_seqlens decreases from {a} to {b} at position {i + 1}")

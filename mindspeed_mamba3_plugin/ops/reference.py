@@ -14,6 +14,7 @@ mamba_ssm/ops/tilelang/mamba3 (commit e9594ce).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,7 +60,7 @@ def _evaluate(x: Inputs, core: _Core) -> tuple[Tensor, State | None]:
     if x.cu_seqlens is None:
         return _sequence(x, core)
     bounds = x.cu_seqlens.tolist()
-    parts = [_sequence(_slice(x, a, b), core) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [_sequence(_slice(x, a, b), core) for a, b in itertools.pairwise(bounds)]
     out = torch.cat([o for o, _ in parts], dim=1)
     state = State(*(torch.cat(s) for s in zip(*(s for _, s in parts), strict=True))) if x.return_state else None
     return out, state
@@ -73,7 +74,7 @@ def _slice(x: Inputs, a: int, b: int) -> Inputs:
 
 def _sequence(x: Inputs, core: _Core) -> tuple[Tensor, State | None]:
     """One batch of equally long sequences."""
-    B, S, H, G, R, _, _ = x.sizes
+    B, S, H, G, _R, _, _ = x.sizes
     wide = torch.float64 if any(t is not None and t.dtype == torch.float64 for t in x.tensors) else torch.float32
     t = {n: v.to(wide) if v is not None else None for n, v in zip(TENSOR_ARGS, x.tensors, strict=True)}
 
