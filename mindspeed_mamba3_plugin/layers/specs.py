@@ -1,0 +1,68 @@
+"""ModuleSpecs: the mixer, and a hybrid stack of megatron-core that needs no TransformerEngine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from .mamba3_mixer import Mamba3Mixer, Mamba3MixerSubmodules
+
+
+def mamba3_mixer_spec(in_proj: Any = ColumnParallelLinear, out_proj: Any = RowParallelLinear) -> ModuleSpec:
+    """The mixer with the given linear layers. in_proj must not normalise its input itself (`without_fused_norm`)."""
+    return ModuleSpec(module=Mamba3Mixer, submodules=Mamba3MixerSubmodules(in_proj=in_proj, out_proj=out_proj))
+
+
+def hybrid_stack_spec() -> ModuleSpec:
+    """Layers `M` (Mamba-3), `*` (attention) and `-` (MLP) of megatron-core alone, for its MambaModel."""
+    mamba = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mamba3_mixer_spec(), mamba_bda=get_bias_dropout_add)
+    attention = TransformerLayerSubmodules(
+        input_layernorm=WrappedTorchNorm,
+        self_attention=ModuleSpec(
+            module=SelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
+            ),
+        ),
+        self_attn_bda=get_bias_dropout_add,
+    )
+    mlp = TransformerLayerSubmodules(
+        pre_mlp_layernorm=WrappedTorchNorm,
+        mlp=ModuleSpec(
+            module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        ),
+        mlp_bda=get_bias_dropout_add,
+    )
+    return ModuleSpec(
+        module=MambaStack,
+        submodules=MambaStackSubmodules(
+            mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
+            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+            mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+        ),
+    )
+
+
+def without_fused_norm(norm: Any, in_proj: Any) -> tuple[Any, Any]:
+    """The norm of a MambaLayer and the in_proj of its mixer, such that in_proj does not normalise its input itself.
+
+    TransformerEngine's layer that does both becomes its two halves; anything else is returned as it is.
+    """
+    from megatron.core.extensions import transformer_engine as te
+
+    if in_proj is te.TELayerNormColumnParallelLinear:
+        return te.TENorm, te.TEColumnParallelLinear
+    return norm, in_proj
