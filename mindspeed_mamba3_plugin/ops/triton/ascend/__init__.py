@@ -1,0 +1,148 @@
+"""The plain Triton family: what an NPU runs. It also runs on any GPU and in the CPU interpreter.
+
+Chunk-parallel, in small stages: pure products for the cube, element-wise kernels for the vector cores.
+A stage's kernel and its launcher stand in one file; this one only strings them together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import registry
+from ...types import TENSOR_ARGS, Gradients, Inputs, State
+from ..chunks import Chunks, cut
+from ..plan import Plan, plain_plan, target_of
+from .angles import angles, angles_bwd
+from .decay import decay
+from .decay_bwd import decay_bwd
+from .gate import GateGradients, gate, gate_bwd
+from .products import outputs, products
+from .rotate import rotate, rotate_bwd
+from .states import outer, reverse_scan, scan
+from .values import values, values_bwd
+
+NAME = "triton-ascend"
+
+
+class _Rows(NamedTuple):
+    """What the forward computes before the gate; the backward computes it again from the inputs."""
+
+    mixing: Tensor
+    carry_in: Tensor
+    carry_out: Tensor
+    whole: Tensor
+    cos: Tensor
+    sin: Tensor
+    angle: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    v_out: Tensor
+    states: Tensor
+    last_state: Tensor
+    inside: Tensor
+    carried: Tensor
+
+
+class Residuals(NamedTuple):
+    """What bwd_fwd leaves for bwd_bwd."""
+
+    chunks: Chunks
+    plan: Plan
+    rows: _Rows
+    gate: GateGradients
+
+
+def forward(x: Inputs) -> tuple[Tensor, State | None]:
+    """Returns out ([B, S, H, P], or [B, S, R, H, P] without MIMO_Out) and the final state when it is asked for."""
+    registry.count(NAME, "forward")
+    x, chunks, plan = _prepare(x)
+    rows = _rows(x, chunks, plan)
+    out = gate(x, chunks, plan, rows.inside, rows.carried, rows.carry_in)
+    return out, _state(x, chunks, plan, rows) if x.return_state else None
+
+
+def bwd_fwd(x: Inputs, grad_out: Tensor) -> Residuals:
+    """The first half of the backward: recompute O, then the gradients of everything behind it (Z, MIMO_Z, MIMO_Out,
+    norm weight, D) and dO."""
+    registry.count(NAME, "bwd_fwd")
+    x, chunks, plan = _prepare(x)
+    rows = _rows(x, chunks, plan)
+    behind = gate_bwd(x, chunks, plan, grad_out.contiguous(), rows.inside, rows.carried, rows.carry_in)
+    return Residuals(chunks, plan, rows, behind)
+
+
+def bwd_bwd(x: Inputs, residuals: Residuals) -> Gradients:
+    """The second half: from dO through the scan to every other gradient."""
+    registry.count(NAME, "bwd_bwd")
+    x = _contiguous(x)
+    chunks, plan, rows, behind = residuals
+    down = outer(rows.q, behind.do_in, plan)
+    dstates, dwhole = reverse_scan(down, rows.whole, rows.states, chunks, plan)
+    dq, dk, dv_inside, dv_carried, dmixing = products(
+        rows.q, rows.k, rows.v, rows.v_out, behind.do, behind.do_in, rows.states, dstates, rows.mixing, plan
+    )
+    dv, dmimo_v, dcarry_out = values_bwd(x, chunks, plan, dv_inside, dv_carried, behind.do, rows.carry_out)
+    dadt, dgamma, ds = decay_bwd(x, chunks, plan, dmixing, behind.dcarry_in, dcarry_out, dwhole)
+    dQ, dK, dq_bias, dk_bias, dtheta = rotate_bwd(x, chunks, plan, dq, dk, rows.q, rows.k, rows.cos, rows.sin)
+    dangles, ddt, dtrap = angles_bwd(x, chunks, plan, dtheta, dgamma, ds)
+    return Gradients(
+        dQ, dK, dv, dadt, ddt, dtrap, dq_bias, dk_bias, dmimo_v, behind.dmimo_z, behind.dmimo_out, dangles,
+        behind.dd, behind.dz, behind.dnorm_weight,
+    )  # fmt: skip
+
+
+def backward(x: Inputs, grad_out: Tensor) -> Gradients:
+    """All gradients, from the inputs alone: bwd_fwd, then bwd_bwd."""
+    return bwd_bwd(x, bwd_fwd(x, grad_out))
+
+
+def _contiguous(x: Inputs) -> Inputs:
+    given = {n: t.contiguous() for n, t in zip(TENSOR_ARGS, x.tensors, strict=True) if t is not None}
+    return replace(x, **given)
+
+
+def _prepare(x: Inputs) -> tuple[Inputs, Chunks, Plan]:
+    _, _, _, _, R, N, P = x.sizes
+    if x.dtype == torch.float64:
+        raise ValueError("dtype is torch.float64: the Triton kernels take float16, bfloat16 or float32")
+    plan = plain_plan(N, P, R, x.dtype, target_of(x.Q.device))
+    return _contiguous(x), cut(x, plan.C), plan
+
+
+def _rows(x: Inputs, chunks: Chunks, plan: Plan) -> _Rows:
+    mixing, carry_in, carry_out, whole = decay(x, chunks, plan)
+    cos, sin, angle = angles(x, chunks, plan)
+    q, k = rotate(x, chunks, plan, cos, sin)
+    v, v_out = values(x, chunks, plan, carry_out)
+    states, last_state = scan(outer(k, v_out, plan), whole, chunks, plan, x.dtype)
+    inside, carried = outputs(q, k, v, states, mixing, plan)
+    return _Rows(
+        mixing, carry_in, carry_out, whole, cos, sin, angle, q, k, v, v_out, states, last_state, inside, carried
+    )
+
+
+def _state(x: Inputs, chunks: Chunks, plan: Plan, rows: _Rows) -> State:
+    """The state each sequence leaves behind, out of the padded buffers."""
+    _, _, H, _, R, N, P = x.sizes
+    token, used = chunks.last_tokens()
+    half = N // 2
+    ssm = rows.last_state.transpose(-1, -2)[:, :, :P]
+    chunk = (chunks.bounds[1:].long() - 1).clamp_min(0)
+    step = (chunks.table[chunk, 1].long() - 1).clamp_min(0)
+    k = rows.k.view(chunks.count, H, plan.RP, plan.C, plan.N2)[chunk, :, :R, step]
+    k = torch.where(used[:, None, None, None], k, 0).transpose(1, 2)
+    return State(
+        angle=rows.angle,
+        ssm=_halves(ssm, half, plan.NH).contiguous(),
+        k=_halves(k, half, plan.NH).contiguous(),
+        v=torch.where(used[:, None, None], x.V.flatten(0, 1)[token], 0),
+    )
+
+
+def _halves(y: Tensor, half: int, NH: int) -> Tensor:
+    return torch.cat((y[..., :half], y[..., NH : NH + half]), dim=-1)

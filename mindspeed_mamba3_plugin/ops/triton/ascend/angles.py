@@ -1,0 +1,133 @@
+"""Stage `angles`: the running rotation angle of each head, and its backward.
+
+Angles are kept in half turns: u_t = u_{t-1} + tanh(Angles_t) dt_t, theta = pi u. Whole turns are removed exactly
+in fp32 at every step, and the sum over chunks is compensated, so the error does not grow with the sequence.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...types import Inputs
+from ..blocks import narrow, tanh, wrap
+from ..chunks import Chunks
+from ..plan import Plan, next_power_of_2
+
+_PI = tl.constexpr(3.141592653589793)
+
+
+@triton.jit
+def _angles_kernel(
+    angles, dt, table, bounds, cos, sin, final, tasks, H, S,
+    C: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, NH: tl.constexpr,
+):  # fmt: skip
+    t = tl.arange(0, C)
+    n = tl.arange(0, AP)
+    for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        task = tl.cast(i, tl.int64)
+        h = task % H
+        sequence = task // H
+        turn = tl.zeros((AP,), dtype=tl.float32)
+        rest = tl.zeros((AP,), dtype=tl.float32)
+        for chunk in range(tl.load(bounds + sequence), tl.load(bounds + sequence + 1)):
+            start = tl.load(table + chunk * 4).to(tl.int64)
+            batch = tl.load(table + chunk * 4 + 3).to(tl.int64)
+            here = t < tl.load(table + chunk * 4 + 1)
+            step = tl.load(dt + (batch * H + h) * S + start - batch * S + t, mask=here, other=0.0).to(tl.float32)
+            angle = tl.load(
+                angles + (start + t[:, None]) * (H * A) + h * A + n[None, :],
+                mask=here[:, None] & (n[None, :] < A),
+                other=0.0,
+            ).to(tl.float32)
+            turns = tl.cumsum(wrap(tanh(angle) * step[:, None]), axis=0)
+            theta = wrap(turn[None, :] + wrap(turns)) * _PI
+            out = ((chunk * H + h) * C + t[:, None]) * NH + n[None, :]
+            tl.store(cos + out, tl.cos(theta), mask=n[None, :] < A)
+            tl.store(sin + out, tl.sin(theta), mask=n[None, :] < A)
+            # Two-sum of the chunk's turns: what `turn` cannot hold stays in `rest`.
+            more = wrap(tl.sum(tl.where((t == C - 1)[:, None], turns, 0.0), axis=0)) + rest
+            total = turn + more
+            part = total - turn
+            rest = (turn - (total - part)) + (more - part)
+            turn = wrap(total)
+        tl.store(final + task * A + n, (turn - 2.0 * tl.floor(0.5 * turn)) * _PI, mask=n < A)
+
+
+def angles(x: Inputs, chunks: Chunks, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns fp32 cos and sin [chunks, H, C, NH] (1 and 0 where nothing is rotated) and the last angle of each
+    sequence [sequences, H, A], in [0, 2 pi]."""
+    H, S, A = x.V.shape[2], x.Q.shape[1], x.Angles.shape[3]
+    cos = torch.ones(chunks.count, H, plan.C, plan.NH, dtype=torch.float32, device=x.V.device)
+    sin = torch.zeros_like(cos)
+    final = torch.empty(chunks.sequences, H, A, dtype=torch.float32, device=x.V.device)
+    tasks = chunks.sequences * H
+    _angles_kernel[plan.vector_grid(tasks)](
+        x.Angles, x.DT, chunks.table, chunks.bounds, cos, sin, final, tasks, H, S,
+        C=plan.C, A=A, AP=next_power_of_2(A), NH=plan.NH,
+    )  # fmt: skip
+    return cos, sin, final
+
+
+@triton.jit
+def _angles_bwd_kernel(
+    dtheta, dgamma, ds, angles, dt, trap, table, bounds, dangles, ddt, dtrap, tasks, H, S,
+    C: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, NH: tl.constexpr,
+):  # fmt: skip
+    t = tl.arange(0, C)
+    n = tl.arange(0, AP)
+    for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        task = tl.cast(i, tl.int64)
+        h = task % H
+        sequence = task // H
+        first = tl.load(bounds + sequence)
+        last = tl.load(bounds + sequence + 1)
+        later = tl.zeros((AP,), dtype=tl.float32)
+        for back in range(0, last - first):
+            chunk = last - 1 - back
+            start = tl.load(table + chunk * 4).to(tl.int64)
+            done = tl.load(table + chunk * 4 + 2)
+            batch = tl.load(table + chunk * 4 + 3).to(tl.int64)
+            here = t < tl.load(table + chunk * 4 + 1)
+            seen = here[:, None] & (n[None, :] < A)
+            steps = (batch * H + h) * S + start - batch * S + t
+            step = tl.load(dt + steps, mask=here, other=0.0).to(tl.float32)
+            place = (start + t[:, None]) * (H * A) + h * A + n[None, :]
+            y = tanh(tl.load(angles + place, mask=seen, other=0.0).to(tl.float32))
+            row = (chunk * H + h).to(tl.int64) * C + t
+            own = tl.load(dtheta + row[:, None] * NH + n[None, :], mask=seen, other=0.0)
+            dturn = (tl.cumsum(own, axis=0, reverse=True) + later[None, :]) * _PI
+            later += tl.sum(own, axis=0)
+            tl.store(
+                dangles + place, narrow(dturn * step[:, None] * (1.0 - y * y), dangles.dtype.element_ty), mask=seen
+            )
+
+            # beta_t = dt_t sigmoid(-Trap_t) belongs to the scale of the token before: s_{t-1} = gamma_{t-1} + beta_t.
+            previous = here & (t + done > 0)
+            before = tl.where(t == 0, ((chunk - 1) * H + h).to(tl.int64) * C + C - 1, row - 1)
+            dbeta = tl.load(ds + before, mask=previous, other=0.0)
+            dgam = tl.load(dgamma + row, mask=here, other=0.0)
+            z = tl.load(trap + steps, mask=here, other=0.0).to(tl.float32)
+            e = tl.exp(-tl.abs(z))
+            small = e / (1.0 + e)
+            weight = tl.where(z >= 0, 1.0 / (1.0 + e), small)
+            other = tl.where(z >= 0, small, 1.0 / (1.0 + e))
+            step_grad = dgam * weight + dbeta * other + tl.sum(dturn * y, axis=1)
+            tl.store(ddt + steps, narrow(step_grad, ddt.dtype.element_ty), mask=here)
+            trap_grad = (dgam - dbeta) * step * weight * other
+            tl.store(dtrap + steps, narrow(trap_grad, dtrap.dtype.element_ty), mask=here)
+
+
+def angles_bwd(
+    x: Inputs, chunks: Chunks, plan: Plan, dtheta: Tensor, dgamma: Tensor, ds: Tensor
+) -> tuple[Tensor, ...]:
+    """The scalar paths that cross chunks: from dtheta [chunks, H, C, NH], dgamma and ds [chunks, H, C] (ds without
+    its share of gamma) to dAngles, dDT and dTrap."""
+    H, S, A = x.V.shape[2], x.Q.shape[1], x.Angles.shape[3]
+    dangles, ddt, dtrap = torch.empty_like(x.Angles), torch.empty_like(x.DT), torch.empty_like(x.Trap)
+    tasks = chunks.sequences * H
+    _angles_bwd_kernel[plan.vector_grid(tasks)](
+        dtheta, dgamma, ds, x.Angles, x.DT, x.Trap, chunks.table, chunks.bounds, dangles, ddt, dtrap, tasks, H, S,
+        C=plan.C, A=A, AP=next_power_of_2(A), NH=plan.NH,
+    )  # fmt: skip
+    return dangles, ddt, dtrap

@@ -1,0 +1,80 @@
+"""Stage `decay`: everything that depends on A dt, dt and Trap alone, once per chunk and head.
+
+With a the decay exponents, C tokens t, u of one chunk and sums taken directly (a difference of cumulative sums
+loses bits):
+    gamma_t = dt_t sigmoid(Trap_t),   s_t = gamma_t + dt_{t+1} sigmoid(-Trap_{t+1})
+    mixing[t, u] = exp(a_{u+1} + ... + a_t) s_u  for u < t,   gamma_t  for u = t,   0 above
+    carry_in_t = exp(a_1 + ... + a_t),   carry_out_t = s_t exp(a_{t+1} + ... + a_C),   whole = exp(a_1 + ... + a_C)
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...types import Inputs
+from ..blocks import sigmoid
+from ..chunks import Chunks
+from ..plan import Plan
+
+
+@triton.jit
+def load_steps(adt, dt, trap, table, chunk, h, H, S, t):
+    """The chunk's exponents, weights and scales: a, dt, sigmoid(trap), gamma, s as [C], 0 past its end."""
+    start = tl.load(table + chunk * 4)
+    reach = tl.load(table + chunk * 4 + 1)
+    batch = tl.load(table + chunk * 4 + 3)
+    base = (batch.to(tl.int64) * H + h) * S + (start - batch * S)
+    here = t < reach
+    following = t + 1 < reach
+    a = tl.load(adt + base + t, mask=here, other=0.0).to(tl.float32)
+    d = tl.load(dt + base + t, mask=here, other=0.0).to(tl.float32)
+    weight = sigmoid(tl.load(trap + base + t, mask=here, other=0.0).to(tl.float32))
+    d_next = tl.load(dt + base + t + 1, mask=following, other=0.0).to(tl.float32)
+    rest_next = sigmoid(-tl.load(trap + base + t + 1, mask=following, other=0.0).to(tl.float32))
+    gamma = d * weight
+    return a, d, weight, gamma, gamma + d_next * rest_next
+
+
+@triton.jit
+def segment_sums(a, t, u):
+    """[C, C]: a_{u+1} + ... + a_t for u < t, 0 elsewhere; t is [C, 1], u is [1, C], both fp32."""
+    return tl.cumsum(tl.where(u < t, a[:, None], 0.0), axis=0)
+
+
+@triton.jit
+def _decay_kernel(
+    adt, dt, trap, table, mixing, carry_in, carry_out, whole, tasks, H, S, C: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    t = tl.arange(0, C)
+    row = t.to(tl.float32)[:, None]
+    col = t.to(tl.float32)[None, :]
+    for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        task = tl.cast(i, tl.int64)
+        h = task % H
+        a, _, _, gamma, s = load_steps(adt, dt, trap, table, task // H, h, H, S, t)
+        inside = tl.exp(segment_sums(a, row, col)) * s[None, :]
+        mix = tl.where(col < row, inside, tl.where(col == row, gamma[:, None], 0.0))
+        for r in tl.static_range(R):
+            tl.store(mixing + task * (C * R * C) + t[:, None] * (R * C) + r * C + t[None, :], mix)
+        before = tl.sum(tl.where(col <= row, a[None, :], 0.0), axis=1)
+        after = tl.sum(tl.where(col > row, a[None, :], 0.0), axis=1)
+        tl.store(carry_in + task * C + t, tl.exp(before))
+        tl.store(carry_out + task * C + t, s * tl.exp(after))
+        tl.store(whole + task, tl.exp(tl.sum(a, axis=0)))
+
+
+def decay(x: Inputs, chunks: Chunks, plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns fp32 mixing [chunks, H, C, RP C] (one copy per rank), carry_in and carry_out [chunks, H, C] and
+    whole [chunks, H]."""
+    H, S = x.V.shape[2], x.Q.shape[1]
+    shape = (chunks.count, H, plan.C)
+    mixing = torch.empty(*shape, plan.M, dtype=torch.float32, device=x.V.device)
+    carry_in = torch.empty(shape, dtype=torch.float32, device=x.V.device)
+    carry_out = torch.empty_like(carry_in)
+    whole = torch.empty(shape[:2], dtype=torch.float32, device=x.V.device)
+    tasks = chunks.count * H
+    _decay_kernel[plan.vector_grid(tasks)](
+        x.ADT, x.DT, x.Trap, chunks.table, mixing, carry_in, carry_out, whole, tasks, H, S, C=plan.C, R=plan.RP
+    )  # fmt: skip
+    return mixing, carry_in, carry_out, whole

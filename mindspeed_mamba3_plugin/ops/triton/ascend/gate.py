@@ -1,0 +1,231 @@
+"""Stage `gate`: from O to the output, and the whole of its backward (the element-wise part of bwd_fwd).
+
+O = inside + carry_in carried + D v;   y = O rstd weight with the fused norm, else O
+out = sum_r MIMO_Out y silu(Z MIMO_Z)
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...types import Inputs
+from ..blocks import narrow, sigmoid
+from ..chunks import Chunks
+from ..plan import Plan
+
+
+@triton.jit
+def _output_rows(inside, carried, carry_in, d, task, h, place, t, v, C: tl.constexpr, HAS_D: tl.constexpr):
+    """O of a tile, and its share that came from the state."""
+    from_state = tl.load(carry_in + task * C + t) * tl.load(carried + place)
+    o = tl.load(inside + place) + from_state
+    if HAS_D:
+        o += tl.load(d + h).to(tl.float32) * v
+    return o, from_state
+
+
+@triton.jit
+def _gate_kernel(
+    inside, carried, carry_in, v, mimo_v, d, z, mimo_z, mimo_out, norm_weight, table, out, tasks, H, eps,
+    C: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, BT: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_Z: tl.constexpr, REDUCE: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr,
+):  # fmt: skip
+    r = tl.arange(0, RP)[:, None, None]
+    p = tl.arange(0, PP)[None, None, :]
+    col = tl.arange(0, PP)[None, :]
+    token = tl.arange(0, BT)
+    for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        part = i % (C // BT)
+        task = tl.cast(i // (C // BT), tl.int64)
+        h = task % H
+        chunk = task // H
+        start = tl.load(table + chunk * 4).to(tl.int64)
+        reach = tl.load(table + chunk * 4 + 1)
+        t = part * BT + token[None, :, None]
+        rank = (h * R + r) * P + p
+        known = (r < R) & (p < P)
+        seen = (t < reach) & (p < P)
+        source = ((start + t) * H + h) * P + p
+        up = tl.load(mimo_v + rank, mask=known, other=0.0).to(tl.float32)
+        rows = tl.load(v + source, mask=seen, other=0.0).to(tl.float32) * up
+        place = (task * RP * C + r * C + t) * PP + p
+        y, _ = _output_rows(inside, carried, carry_in, d, task, h, place, t, rows, C, HAS_D)
+        if NORM:
+            y *= tl.rsqrt(tl.sum(y * y, axis=2)[:, :, None] / P + eps)
+        if WEIGHT:
+            y *= tl.load(norm_weight + h * P + p, mask=p < P, other=0.0).to(tl.float32)
+        if HAS_Z:
+            gate = tl.load(z + source, mask=seen, other=0.0).to(tl.float32)
+            gate *= tl.load(mimo_z + rank, mask=known, other=0.0).to(tl.float32)
+            y *= gate * sigmoid(gate)
+        if REDUCE:
+            y *= tl.load(mimo_out + rank, mask=known, other=0.0).to(tl.float32)
+            row = part * BT + token[:, None]
+            target = ((start + row) * H + h) * P + col
+            tl.store(out + target, narrow(tl.sum(y, axis=0), out.dtype.element_ty), mask=(row < reach) & (col < P))
+        else:
+            target = (((start + t) * R + r) * H + h) * P + p
+            tl.store(out + target, narrow(y, out.dtype.element_ty), mask=seen & (r < R))
+
+
+def _options(x: Inputs) -> dict[str, bool]:
+    return {
+        "HAS_D": x.D is not None,
+        "HAS_Z": x.Z is not None,
+        "REDUCE": x.MIMO_Out is not None,
+        "NORM": x.fuse_norm,
+        "WEIGHT": x.outproj_norm_weight is not None,
+    }
+
+
+def gate(x: Inputs, chunks: Chunks, plan: Plan, inside: Tensor, carried: Tensor, carry_in: Tensor) -> Tensor:
+    """The operator's output, [B, S, H, P] or [B, S, R, H, P]."""
+    B, S, H, _, R, _, P = x.sizes
+    shape = (B, S, H, P) if x.MIMO_Out is not None else (B, S, R, H, P)
+    out = torch.empty(shape, dtype=x.dtype, device=x.V.device)
+    BT = plan.tokens(2 * plan.PP)
+    tasks = chunks.count * H * (plan.C // BT)
+    _gate_kernel[plan.vector_grid(tasks)](
+        inside, carried, carry_in, x.V, x.MIMO_V, x.D, x.Z, x.MIMO_Z, x.MIMO_Out, x.outproj_norm_weight,
+        chunks.table, out, tasks, H, x.norm_eps, C=plan.C, R=R, RP=plan.RP, P=P, PP=plan.PP, BT=BT, **_options(x),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _gate_bwd_kernel(
+    grad_out, inside, carried, carry_in, v, mimo_v, d, z, mimo_z, mimo_out, norm_weight, table,
+    do, do_in, dz, dmimo_z, dmimo_out, dnorm_weight, dd, dcarry_in, tasks, H, eps,
+    C: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, BT: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_Z: tl.constexpr, REDUCE: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr,
+):  # fmt: skip
+    r = tl.arange(0, RP)[:, None, None]
+    p = tl.arange(0, PP)[None, None, :]
+    ranks = tl.arange(0, RP)[:, None]
+    col = tl.arange(0, PP)[None, :]
+    token = tl.arange(0, BT)
+    for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        task = tl.cast(i, tl.int64)
+        h = task % H
+        chunk = task // H
+        start = tl.load(table + chunk * 4).to(tl.int64)
+        reach = tl.load(table + chunk * 4 + 1)
+        rank = (h * R + r) * P + p
+        known = (r < R) & (p < P)
+        up = tl.load(mimo_v + rank, mask=known, other=0.0).to(tl.float32)
+        sum_out = tl.zeros((RP, PP), dtype=tl.float32)
+        sum_z = tl.zeros((RP, PP), dtype=tl.float32)
+        sum_weight = tl.zeros((RP, PP), dtype=tl.float32)
+        sum_d = tl.zeros((RP, PP), dtype=tl.float32)
+        for part in range(0, C // BT):
+            t = part * BT + token[None, :, None]
+            row = part * BT + token
+            seen = (t < reach) & (p < P)
+            source = ((start + t) * H + h) * P + p
+            place = (task * RP * C + r * C + t) * PP + p
+            rows = tl.load(v + source, mask=seen, other=0.0).to(tl.float32) * up
+            o, from_state = _output_rows(inside, carried, carry_in, d, task, h, place, t, rows, C, HAS_D)
+            if REDUCE:
+                g = tl.load(grad_out + source, mask=seen, other=0.0).to(tl.float32)
+                down = tl.load(mimo_out + rank, mask=known, other=0.0).to(tl.float32)
+                dy = g * down
+            else:
+                dy = tl.load(grad_out + (((start + t) * R + r) * H + h) * P + p, mask=seen & (r < R), other=0.0).to(
+                    tl.float32
+                )
+            y = o
+            if NORM:
+                rstd = tl.rsqrt(tl.sum(o * o, axis=2)[:, :, None] / P + eps)
+                y = o * rstd
+            if WEIGHT:
+                weight = tl.load(norm_weight + h * P + p, mask=p < P, other=0.0).to(tl.float32)
+                y *= weight
+            if HAS_Z:
+                zr = tl.load(z + source, mask=seen, other=0.0).to(tl.float32)
+                up_z = tl.load(mimo_z + rank, mask=known, other=0.0).to(tl.float32)
+                open_ = sigmoid(zr * up_z)
+                silu = zr * up_z * open_
+                if REDUCE:
+                    sum_out += tl.sum(g * (y * silu), axis=1)
+                dgate = dy * y * (open_ + silu * (1.0 - open_))
+                sum_z += tl.sum(dgate * zr, axis=1)
+                target = ((start + row[:, None]) * H + h) * P + col
+                tl.store(
+                    dz + target,
+                    narrow(tl.sum(dgate * up_z, axis=0), dz.dtype.element_ty),
+                    mask=(row[:, None] < reach) & (col < P),
+                )
+                dy *= silu
+            elif REDUCE:
+                sum_out += tl.sum(g * y, axis=1)
+            if NORM:
+                unit = o * rstd
+                if WEIGHT:
+                    sum_weight += tl.sum(dy * unit, axis=1)
+                    dy *= weight
+                dy = rstd * (dy - unit * (tl.sum(dy * unit, axis=2)[:, :, None] / P))
+            if HAS_D:
+                sum_d += tl.sum(dy * rows, axis=1)
+            carry = tl.load(carry_in + task * C + t)
+            tl.store(do + place, narrow(dy, do.dtype.element_ty))
+            tl.store(do_in + place, narrow(dy * carry, do_in.dtype.element_ty))
+            tl.store(dcarry_in + task * C + row, tl.sum(tl.sum(dy * from_state, axis=0), axis=1))
+        own = (task * RP + ranks) * PP + col
+        if REDUCE:
+            tl.store(dmimo_out + own, sum_out)
+        if HAS_Z:
+            tl.store(dmimo_z + own, sum_z)
+        if WEIGHT:
+            tl.store(dnorm_weight + own, sum_weight)
+        if HAS_D:
+            tl.store(dd + own, sum_d)
+
+
+class GateGradients(NamedTuple):
+    """do and do_in (dO carry_in) are [chunks, H, M, PP] in the operand dtype; dcarry_in is the gradient of
+    log(carry_in), fp32 [chunks, H, C]; the rest are final, fp32 but for dz. None where the argument was absent."""
+
+    do: Tensor
+    do_in: Tensor
+    dcarry_in: Tensor
+    dz: Tensor | None
+    dmimo_z: Tensor | None
+    dmimo_out: Tensor | None
+    dnorm_weight: Tensor | None
+    dd: Tensor | None
+
+
+def gate_bwd(
+    x: Inputs, chunks: Chunks, plan: Plan, grad_out: Tensor, inside: Tensor, carried: Tensor, carry_in: Tensor
+) -> GateGradients:
+    """Backward of `gate`, and dO for the products."""
+    _, _, H, _, R, _, P = x.sizes
+    do = torch.empty(inside.shape, dtype=x.dtype, device=x.V.device)
+    do_in, dcarry_in = torch.empty_like(do), torch.empty_like(carry_in)
+    dz = torch.empty_like(x.Z) if x.Z is not None else None
+
+    def partial(given: Tensor | None) -> Tensor | None:
+        if given is None:
+            return None
+        return torch.empty(chunks.count, H, plan.RP, plan.PP, dtype=torch.float32, device=x.V.device)
+
+    dmimo_z, dmimo_out, dnorm_weight, dd = map(partial, (x.MIMO_Z, x.MIMO_Out, x.outproj_norm_weight, x.D))
+    tasks = chunks.count * H
+    _gate_bwd_kernel[plan.vector_grid(tasks)](
+        grad_out, inside, carried, carry_in, x.V, x.MIMO_V, x.D, x.Z, x.MIMO_Z, x.MIMO_Out, x.outproj_norm_weight,
+        chunks.table, do, do_in, dz, dmimo_z, dmimo_out, dnorm_weight, dd, dcarry_in, tasks, H, x.norm_eps,
+        C=plan.C, R=R, RP=plan.RP, P=P, PP=plan.PP, BT=plan.tokens(4 * plan.PP), **_options(x),
+    )  # fmt: skip
+    return GateGradients(
+        do,
+        do_in,
+        dcarry_in,
+        dz,
+        dmimo_z.sum(0)[:, :R, :P] if dmimo_z is not None else None,
+        dmimo_out.sum(0)[:, :R, :P] if dmimo_out is not None else None,
+        dnorm_weight.sum(dim=(0, 2))[:, :P] if dnorm_weight is not None else None,
+        dd.sum(dim=(0, 2, 3)) if dd is not None else None,
+    )

@@ -1,0 +1,104 @@
+"""Stages `state` and `scan`: the state that enters every chunk, and the gradient of the state that leaves it.
+
+own_c = k^T (v carry_out),   S_{c+1} = whole_c S_c + own_c
+down_c = q^T (dO carry_in),  dS_{c-1} = whole_c dS_c + down_c   (dS_c: gradient of the state after chunk c)
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..blocks import dot, narrow
+from ..chunks import Chunks
+from ..plan import Plan
+
+
+@triton.jit
+def _outer_kernel(x, y, out, tasks, M: tl.constexpr, N2: tl.constexpr, PP: tl.constexpr):
+    m = tl.arange(0, M)[:, None]
+    n = tl.arange(0, N2)
+    p = tl.arange(0, PP)[None, :]
+    for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        task = tl.cast(i, tl.int64)
+        left = tl.load(x + task * (M * N2) + m * N2 + n[None, :])
+        right = tl.load(y + task * (M * PP) + m * PP + p)
+        tl.store(out + task * (N2 * PP) + n[:, None] * PP + p, dot(tl.trans(left), right))
+
+
+def outer(x: Tensor, y: Tensor, plan: Plan) -> Tensor:
+    """x^T y of every chunk and head: x [chunks, H, M, N2], y [chunks, H, M, PP] -> fp32 [chunks, H, N2, PP]."""
+    out = torch.empty(*x.shape[:2], plan.N2, plan.PP, dtype=torch.float32, device=x.device)
+    tasks = x.shape[0] * x.shape[1]
+    _outer_kernel[plan.cube_grid(tasks)](x, y, out, tasks, M=plan.M, N2=plan.N2, PP=plan.PP)
+    return out
+
+
+@triton.jit
+def _scan_kernel(
+    own, whole, bounds, states, final, tasks, H, N2: tl.constexpr, PP: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    p = tl.arange(0, PP)[None, :]
+    for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        place = ((i % (N2 // BN)) * BN + tl.arange(0, BN)[:, None]) * PP + p
+        task = tl.cast(i // (N2 // BN), tl.int64)
+        h = task % H
+        sequence = task // H
+        state = tl.zeros((BN, PP), dtype=tl.float32)
+        for chunk in range(tl.load(bounds + sequence), tl.load(bounds + sequence + 1)):
+            at = (chunk * H + h).to(tl.int64) * (N2 * PP) + place
+            tl.store(states + at, narrow(state, states.dtype.element_ty))
+            state = state * tl.load(whole + chunk * H + h) + tl.load(own + at)
+        tl.store(final + task * (N2 * PP) + place, state)
+
+
+def scan(own: Tensor, whole: Tensor, chunks: Chunks, plan: Plan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """States entering the chunks, [chunks, H, N2, PP] of `dtype`, and the last fp32 [sequences, H, N2, PP]."""
+    H = own.shape[1]
+    states = chunks.new(own, dtype)
+    final = torch.empty(chunks.sequences, *own.shape[1:], dtype=torch.float32, device=own.device)
+    BN = min(plan.N2, plan.state_rows)
+    tasks = chunks.sequences * H * (plan.N2 // BN)
+    _scan_kernel[plan.vector_grid(tasks)](
+        own, whole, chunks.bounds, states, final, tasks, H, N2=plan.N2, PP=plan.PP, BN=BN
+    )
+    return states, final
+
+
+@triton.jit
+def _reverse_scan_kernel(
+    down, whole, states, bounds, dstates, dwhole, tasks, H, N2: tl.constexpr, PP: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    n = tl.arange(0, BN)
+    p = tl.arange(0, PP)[None, :]
+    for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        rows = (i % (N2 // BN)) * BN + n
+        place = rows[:, None] * PP + p
+        task = tl.cast(i // (N2 // BN), tl.int64)
+        h = task % H
+        sequence = task // H
+        first = tl.load(bounds + sequence)
+        last = tl.load(bounds + sequence + 1)
+        dstate = tl.zeros((BN, PP), dtype=tl.float32)
+        for back in range(0, last - first):
+            block = ((last - 1 - back) * H + h).to(tl.int64)
+            at = block * (N2 * PP) + place
+            scale = tl.load(whole + block)
+            tl.store(dstates + at, narrow(dstate, dstates.dtype.element_ty))
+            entering = tl.load(states + at).to(tl.float32)
+            tl.store(dwhole + block * N2 + rows, scale * tl.sum(entering * dstate, axis=1))
+            dstate = dstate * scale + tl.load(down + at)
+
+
+def reverse_scan(down: Tensor, whole: Tensor, states: Tensor, chunks: Chunks, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Gradients of the states leaving the chunks, like `states`, and whole * <S, dS> by rows of the state,
+    fp32 [chunks, H, N2]."""
+    H = down.shape[1]
+    dstates = chunks.new(down, states.dtype)
+    dwhole = chunks.new(down[..., 0], torch.float32)
+    BN = min(plan.N2, plan.state_rows)
+    tasks = chunks.sequences * H * (plan.N2 // BN)
+    _reverse_scan_kernel[plan.vector_grid(tasks)](
+        down, whole, states, chunks.bounds, dstates, dwhole, tasks, H, N2=plan.N2, PP=plan.PP, BN=BN
+    )
+    return dstates, dwhole

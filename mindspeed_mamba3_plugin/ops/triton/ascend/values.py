@@ -1,0 +1,110 @@
+"""Stage `values`: the up-projection of V, and its backward with the gradients that need v.
+
+v = V MIMO_V,   v_out = v carry_out
+dv = dv_inside + carry_out (k dS) + D dO,   dV = sum_r dv MIMO_V,   dMIMO_V = sum_t dv V,
+d(carry_out) = sum_{r, p} v (k dS)
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...types import Inputs
+from ..blocks import narrow
+from ..chunks import Chunks
+from ..plan import Plan
+
+
+@triton.jit
+def _values_kernel(
+    v, mimo_v, carry_out, table, v_rows, v_out, tasks, H,
+    C: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    r = tl.arange(0, RP)[:, None, None]
+    p = tl.arange(0, PP)[None, None, :]
+    for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        part = i % (C // BT)
+        task = tl.cast(i // (C // BT), tl.int64)
+        h = task % H
+        chunk = task // H
+        start = tl.load(table + chunk * 4).to(tl.int64)
+        t = part * BT + tl.arange(0, BT)[None, :, None]
+        seen = (t < tl.load(table + chunk * 4 + 1)) & (p < P)
+        value = tl.load(v + ((start + t) * H + h) * P + p, mask=seen, other=0.0).to(tl.float32)
+        up = tl.load(mimo_v + (h * R + r) * P + p, mask=(r < R) & (p < P), other=0.0).to(tl.float32)
+        weight = tl.load(carry_out + task * C + t)
+        rows = value * up
+        place = (task * RP * C + r * C + t) * PP + p
+        tl.store(v_rows + place, narrow(rows, v_rows.dtype.element_ty))
+        tl.store(v_out + place, narrow(rows * weight, v_out.dtype.element_ty))
+
+
+def values(x: Inputs, chunks: Chunks, plan: Plan, carry_out: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns v and v_out, [chunks, H, M, PP] in the operand dtype; padding is 0."""
+    _, _, H, _, R, _, P = x.sizes
+    rows = torch.empty(chunks.count, H, plan.M, plan.PP, dtype=x.dtype, device=x.V.device)
+    out = torch.empty_like(rows)
+    BT = plan.tokens(plan.PP)
+    tasks = chunks.count * H * (plan.C // BT)
+    _values_kernel[plan.vector_grid(tasks)](
+        x.V, x.MIMO_V, carry_out, chunks.table, rows, out, tasks, H,
+        C=plan.C, R=R, RP=plan.RP, P=P, PP=plan.PP, BT=BT,
+    )  # fmt: skip
+    return rows, out
+
+
+@triton.jit
+def _values_bwd_kernel(
+    inside, carried, do, v, mimo_v, d, carry_out, table, dv_out, dmimo_v, dcarry_out, tasks, H,
+    C: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, BT: tl.constexpr,
+    HAS_D: tl.constexpr,
+):  # fmt: skip
+    r = tl.arange(0, RP)[:, None, None]
+    p = tl.arange(0, PP)[None, None, :]
+    rank = tl.arange(0, RP)[:, None]
+    col = tl.arange(0, PP)[None, :]
+    token = tl.arange(0, BT)
+    for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        task = tl.cast(i, tl.int64)
+        h = task % H
+        chunk = task // H
+        start = tl.load(table + chunk * 4).to(tl.int64)
+        reach = tl.load(table + chunk * 4 + 1)
+        up = tl.load(mimo_v + (h * R + r) * P + p, mask=(r < R) & (p < P), other=0.0).to(tl.float32)
+        skip = tl.load(d + h).to(tl.float32) if HAS_D else 0.0
+        dup = tl.zeros((RP, PP), dtype=tl.float32)
+        for part in range(0, C // BT):
+            t = part * BT + token[None, :, None]
+            place = (task * RP * C + r * C + t) * PP + p
+            value = tl.load(v + ((start + t) * H + h) * P + p, mask=(t < reach) & (p < P), other=0.0).to(tl.float32)
+            weight = tl.load(carry_out + task * C + t)
+            from_state = tl.load(carried + place)
+            grad = tl.load(inside + place) + weight * from_state
+            if HAS_D:
+                grad += skip * tl.load(do + place).to(tl.float32)
+            dup += tl.sum(grad * value, axis=1)
+            row = part * BT + token
+            total = tl.sum(grad * up, axis=0)
+            target = ((start + row[:, None]) * H + h) * P + col
+            tl.store(dv_out + target, narrow(total, dv_out.dtype.element_ty), mask=(row[:, None] < reach) & (col < P))
+            share = tl.sum(value * up * from_state, axis=0)
+            tl.store(dcarry_out + task * C + row, tl.sum(share, axis=1))
+        tl.store(dmimo_v + (task * RP + rank) * PP + col, dup)
+
+
+def values_bwd(
+    x: Inputs, chunks: Chunks, plan: Plan, inside: Tensor, carried: Tensor, do: Tensor, carry_out: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From dv inside the chunk and k dS (fp32 [chunks, H, M, PP]) and dO to dV, dMIMO_V and the gradient of
+    carry_out, fp32 [chunks, H, C]."""
+    _, _, H, _, R, _, P = x.sizes
+    dv = torch.empty_like(x.V)
+    dmimo_v = torch.empty(chunks.count, H, plan.RP, plan.PP, dtype=torch.float32, device=x.V.device)
+    dcarry_out = torch.empty_like(carry_out)
+    tasks = chunks.count * H
+    _values_bwd_kernel[plan.vector_grid(tasks)](
+        inside, carried, do, x.V, x.MIMO_V, x.D, carry_out, chunks.table, dv, dmimo_v, dcarry_out, tasks, H,
+        C=plan.C, R=R, RP=plan.RP, P=P, PP=plan.PP, BT=plan.tokens(2 * plan.PP), HAS_D=x.D is not None,
+    )  # fmt: skip
+    return dv, dmimo_v.sum(0)[:, :R, :P], dcarry_out

@@ -1,0 +1,51 @@
+"""Device functions shared by the kernels of both families."""
+
+import os
+
+import triton
+import triton.language as tl
+
+# The interpreter multiplies the raw bits of bf16 operands, without an error: there they are widened first.
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+
+
+@triton.jit
+def dot(a, b, acc=None):
+    """a @ b in fp32; fp32 operands are multiplied exactly (no TF32)."""
+    if _INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)) without overflow for any finite x."""
+    e = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, e) / (1.0 + e)
+
+
+@triton.jit
+def tanh(x):
+    """tanh with a relative error of a few ulp, also near 0, where 2 sigmoid(2 x) - 1 has none of its bits."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    y = x * x
+    near = 1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835 + y * (-1382 / 155925)))))
+    return tl.where(tl.abs(x) < 0.25, x * near, tl.where(x >= 0, far, -far))
+
+
+@triton.jit
+def wrap(u):
+    """u - 2 round(u / 2): an angle in half turns, brought into [-1, 1]. Exact in fp32."""
+    return u - 2.0 * tl.floor(0.5 * u + 0.5)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """fp32 x in `dtype`, rounded to nearest even (the interpreter cuts bf16 off)."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(dtype)

@@ -1,0 +1,86 @@
+"""Tile sizes per target: the only place that knows on-chip sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from .. import registry
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of one launch. A chunk holds C tokens of R ranks, its rows in (rank, token) order, rank padded to RP.
+
+    The state dimension is kept in two halves of NH columns each (the partners n and N/2 + n of a rotation), padded
+    with zeros, and the head dimension padded to PP: tensor-core and cube tiles want at least 16.
+    """
+
+    C: int
+    RP: int
+    NH: int
+    PP: int
+    tile_elements: int  # fp32 elements of one tile in an element-wise kernel
+    state_rows: int  # rows of the state that one program of a scan carries
+    cube_cores: int  # upper bound of programs of a kernel with products; 0 is one program a task
+    vector_cores: int  # the same for element-wise kernels
+
+    @property
+    def M(self) -> int:
+        return self.RP * self.C
+
+    @property
+    def N2(self) -> int:
+        return 2 * self.NH
+
+    def tokens(self, width: int) -> int:
+        """Tokens of a [RP, tokens, width] tile in an element-wise kernel; divides C."""
+        return max(1, min(self.C, self.tile_elements // (self.RP * width)))
+
+    def cube_grid(self, tasks: int) -> tuple[int]:
+        return (min(tasks, self.cube_cores or tasks),)
+
+    def vector_grid(self, tasks: int) -> tuple[int]:
+        return (min(tasks, self.vector_cores or tasks),)
+
+
+# On-chip bytes of the targets that plans are made for.
+ASCEND_910B = {"ub": 192 * 1024, "l1": 512 * 1024, "l0c": 128 * 1024}
+
+
+@lru_cache(maxsize=256)
+def plain_plan(N: int, P: int, R: int, dtype: torch.dtype, target: str) -> Plan:
+    """The plan of the plain family; target is "npu", "cuda" or "cpu" (the interpreter).
+
+    Raises:
+        ValueError: the sizes do not fit on the chip, naming them.
+    """
+    RP, NH, PP = next_power_of_2(R), max(8, next_power_of_2(N // 2)), max(16, next_power_of_2(P))
+    if NH > 256 or PP > 256 or RP > 64:
+        raise ValueError(f"N = {N}, P = {P}, R = {R}: the Triton kernels take N <= 512, P <= 256 and R <= 64")
+    if target == "npu":
+        rows = 64 if NH >= 128 or PP >= 128 or RP == 1 else 128
+        cores = _ascend_cores()
+        return Plan(max(16, rows // RP), RP, NH, PP, 4096, 32, cores[0], cores[1])
+    # A GPU holds the row tiles in registers; the interpreter is fastest with few, large programs.
+    rows = 64 if target == "cuda" else 128
+    return Plan(max(16, rows // RP), RP, NH, PP, 4096 if target == "cuda" else 1 << 20, 16, 0, 0)
+
+
+def target_of(device: torch.device) -> str:
+    """The plan target of a device."""
+    return "cpu" if registry.interpreted() else device.type
+
+
+@lru_cache(maxsize=1)
+def _ascend_cores() -> tuple[int, int]:
+    from triton.runtime import driver
+
+    properties = driver.active.utils.get_device_properties(torch.npu.current_device())
+    return properties["num_aicore"], properties["num_vectorcore"]
