@@ -15,19 +15,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from ..config import ConfigError, Mamba3Config, flag
 from ..ops.api import mamba3_mimo
 from .checkpoint import mixer_sharded_state_dict
+from .parallel import sum_gradient
 from .sizes import MixerSizes
 
 NORM_EPS = 1e-5
@@ -68,16 +68,17 @@ class Mamba3Mixer(MegatronModule):
         self.settings = Mamba3Config.from_object(config)
         self.settings.check_environment()
         _check_parallelism(config, self.settings)
-        self.tp_group = pg_collection.tp if pg_collection is not None else None
-        self.tp_size = self.tp_group.size() if self.tp_group is not None else config.tensor_model_parallel_size
+        if pg_collection is None:
+            self.tp_group, groups = parallel_state.get_tensor_model_parallel_group(), {}
+        else:
+            self.tp_group, groups = pg_collection.tp, {"tp_group": pg_collection.tp}
+        self.tp_size = self.tp_group.size()
         self.sequence_parallel = config.sequence_parallel and self.tp_size > 1
         self.sizes = MixerSizes.from_config(config, d_model, self.settings)
         self.local = self.sizes.local(self.tp_size)
         self.layer_number = layer_number
 
-        linear = dict(config=config, bias=False, is_expert=False)
-        if self.tp_group is not None:
-            linear["tp_group"] = self.tp_group
+        linear = dict(config=config, bias=False, is_expert=False, **groups)
         self.in_proj = build_module(
             submodules.in_proj,
             d_model,
@@ -117,11 +118,10 @@ class Mamba3Mixer(MegatronModule):
         with _layer_rng(self.layer_number or 0):
             dt_bias = _initial_dt_bias(whole.heads, self.settings)
             angle_proj = config.init_method(torch.empty(whole.angles, whole.hidden))
-        tp_rank = self.tp_group.rank() if self.tp_group is not None else _global_tp_rank(self.tp_size)
 
         keep = self.settings.mamba3_params_dtype == "fp32"
         for name, value in {
-            "dt_bias": dt_bias.chunk(self.tp_size)[tp_rank],
+            "dt_bias": dt_bias.chunk(self.tp_size)[self.tp_group.rank()],
             "D": torch.ones(local.heads),
             "B_bias": torch.ones(per_state),
             "C_bias": torch.ones(per_state),
@@ -230,9 +230,9 @@ class Mamba3Mixer(MegatronModule):
         rank's part of s, and the weight's are summed over the ranks.
         """
         if self.sequence_parallel:
-            weight = _copy_to_tp(self.angle_proj, self.tp_group)
+            weight = sum_gradient(self.angle_proj, self.tp_group)
             return gather_from_sequence_parallel_region(F.linear(hidden_states, weight), group=self.tp_group)
-        return _copy_to_tp(F.linear(hidden_states, self.angle_proj), self.tp_group)
+        return sum_gradient(F.linear(hidden_states, self.angle_proj), self.tp_group)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """For megatron's distributed checkpoints, such that another number of tensor-parallel ranks can load them."""
@@ -245,7 +245,7 @@ class StateNorm(nn.Module):
     A module, because DDP waits for gathered parameters in the forward of the module that owns them.
     """
 
-    def __init__(self, state: int, group: Any, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, state: int, group: ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.group = group
         self.weight = nn.Parameter(torch.ones(state, device=device, dtype=dtype))
@@ -253,7 +253,7 @@ class StateNorm(nn.Module):
     def forward(self, y: Tensor) -> Tensor:
         """y [..., state], of any float dtype; computed in fp32 or wider."""
         wide = y.to(torch.promote_types(torch.float32, y.dtype))
-        weight = _copy_to_tp(self.weight, self.group).to(wide.dtype)
+        weight = sum_gradient(self.weight, self.group).to(wide.dtype)
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS) * weight).to(y.dtype)
 
 
@@ -263,17 +263,6 @@ def heavy_tail(x: Tensor) -> Tensor:
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"heavy_tail": heavy_tail, "softplus": F.softplus}
-
-
-def _copy_to_tp(y: Tensor, group: Any) -> Tensor:
-    """y itself; its gradient is summed over the tensor-parallel ranks."""
-    return copy_to_tensor_model_parallel_region(y, **({} if group is None else {"group": group}))
-
-
-def _global_tp_rank(tp_size: int) -> int:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_tensor_model_parallel_rank() if tp_size > 1 else 0
 
 
 def _check_parallelism(config: Any, settings: Mamba3Config) -> None:
