@@ -1,4 +1,4 @@
-"""`python -m mindspeed_mamba3_plugin doctor`: what is installed here, what can run, and what the plugin would change."""
+"""`python -m mindspeed_mamba3_plugin doctor`: what is installed here, what can run, what would be patched."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def examine() -> dict[str, Any]:
     """Versions, device, kernels and patches of this environment, and its problems (one sentence each)."""
     versions = {name: _version(name) for name in _DISTRIBUTIONS}
     device, problems = _device()
-    kernels = _kernels(device)
+    kernels = examine_kernels(device)
     patches = _patches()
-    problems += _package_problems(versions, device)
+    problems += package_problems(versions, device)
     problems += [f"patch {p['target']} is refused: {p['why']}" for p in patches if p["state"] == "refused"]
     return {
         "plugin": __version__,
@@ -76,7 +76,7 @@ def _device() -> tuple[str, list[str]]:
         return "unknown", [f"the device cannot be found: {error!r}"]
 
 
-def _kernels(device: str) -> dict[str, dict[str, str | None]]:
+def examine_kernels(device: str) -> dict[str, dict[str, str | None]]:
     """For each kernel name, the implementation it means on this device, or why it cannot run."""
     rows: dict[str, dict[str, str | None]] = {}
     for name in registry.KERNEL_NAMES:
@@ -95,14 +95,14 @@ def _patches() -> list[dict[str, Any]]:
         return [asdict(status) for status in patches.report(Mamba3Config(use_mamba3_mixer=True))]
 
 
-def _package_problems(versions: dict[str, str | None], device: str) -> list[str]:
+def package_problems(versions: dict[str, str | None], device: str) -> list[str]:
     problems = []
     if versions["torch"] is None:
         problems.append("torch is not installed")
     if versions["triton"] and versions["triton-ascend"]:
         problems.append(
-            f"triton {versions['triton']} and triton-ascend {versions['triton-ascend']} are both installed and overwrite "
-            "each other: uninstall both, then install the one that this device needs"
+            f"triton {versions['triton']} and triton-ascend {versions['triton-ascend']} are both installed and "
+            "overwrite each other: uninstall both, then install the one that this device needs"
         )
     if device == "npu" and versions["triton-ascend"] is None:
         problems.append("the device is an NPU and triton-ascend is not installed")

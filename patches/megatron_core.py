@@ -35,8 +35,8 @@ def patches(settings: Mamba3Config) -> tuple[Patch, ...]:
             wrapper=keep_in_fp32_wrapper,
             parameters=("self", "config", "module"),
         ),
-        # The constructor, not the class MambaMixer: it sees every spec, whoever made it and whenever, it can move a norm
-        # that is fused into in_proj, and other people's patches of MambaMixer's methods do not land on our class.
+        # The constructor, not the class MambaMixer: it sees every spec, whoever made it and whenever, it can move a
+        # norm that is fused into in_proj, and other people's patches of MambaMixer do not land on our class.
         Patch(
             "megatron.core.ssm.mamba_layer:MambaLayer.__init__",
             "an 'M' layer builds Mamba3Mixer where its spec says MambaMixer",
@@ -76,8 +76,8 @@ def with_mamba3_mixer(layer: Any) -> Any:
         return layer
     if mixer is not MambaMixer or layer.mixer is MambaMixer:
         raise PatchError(
-            f"{flag('use_mamba3_mixer')}: the 'M' layer's spec says {layer.mixer!r}, and Mamba3Mixer takes the place of "
-            "a ModuleSpec of MambaMixer only"
+            f"{flag('use_mamba3_mixer')}: the 'M' layer's spec says {layer.mixer!r}, and Mamba3Mixer takes the place "
+            "of a ModuleSpec of MambaMixer only"
         )
     if layer.mixer.params:
         raise PatchError(
