@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -142,7 +143,7 @@ class RunConfig:
         if not path.is_file():
             raise ConfigError(f"--config {path}: no such file")
         try:
-            content = yaml.safe_load(path.read_text()) or {}
+            content = _load(path.read_text()) or {}
         except yaml.YAMLError as error:
             raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
         if not isinstance(content, dict):
@@ -181,6 +182,19 @@ class RunConfig:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+class _Loader(yaml.SafeLoader):
+    """PyYAML follows YAML 1.1, where 1e-3 is a string; here it is a number, as in YAML 1.2."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _load(text: str) -> Any:
+    return yaml.load(text, _Loader)
+
+
 def _section(cls: type, name: str, keys: Mapping[str, Any]) -> Any:
     types = get_type_hints(cls)
     for key, value in keys.items():
@@ -202,7 +216,7 @@ def _override(content: dict[str, Any], override: str) -> None:
     keys = content.setdefault(section, {})
     if not isinstance(keys, dict):
         raise ConfigError(f"section {section}: must be a mapping of keys, not {type(keys).__name__}")
-    keys[key] = yaml.safe_load(value)
+    keys[key] = _load(value)
 
 
 def _at_least(section: Any, name: str, smallest: int, *keys: str) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict
+from dataclasses import replace
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.mamba import MambaModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from ..layers.mamba3_mixer import Mamba3Mixer
@@ -23,7 +26,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build_model(run: RunConfig) -> DistributedDataParallel:
-    """The model of a run in megatron's DDP. Needs initialised process groups and seeds."""
+    """The model of a run in megatron's DDP. Needs initialised process groups and seeds, and `enable(run.mamba3)`, which
+    is all that makes a Mamba-3 model of it."""
     m, dtype = run.model, _DTYPES[run.model.params_dtype]
     config = TransformerConfig(
         num_layers=len(m.hybrid_override_pattern),
@@ -47,11 +51,9 @@ def build_model(run: RunConfig) -> DistributedDataParallel:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
     )
-    for name, value in asdict(run.mamba3).items():
-        setattr(config, name, value)
     model = MambaModel(
         config,
-        mamba_stack_spec=hybrid_stack_spec(),
+        mamba_stack_spec=_stock_stack_spec(),
         vocab_size=VOCAB_SIZE,
         max_sequence_length=run.data.sequence_length,
         hybrid_override_pattern=m.hybrid_override_pattern,
@@ -98,6 +100,18 @@ def build_optimizer(
     model.config.finalize_model_grads_func = finalize_model_grads
     model.config.grad_scale_func = optimizer.scale_loss
     return optimizer, schedule
+
+
+def _stock_stack_spec() -> ModuleSpec:
+    """A stack without TransformerEngine whose 'M' slot holds megatron's own MambaMixer."""
+    spec = hybrid_stack_spec()
+    mixer = ModuleSpec(
+        module=MambaMixer,
+        submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+    )
+    layer = spec.submodules.mamba_layer
+    layer.submodules = replace(layer.submodules, mixer=mixer)
+    return spec
 
 
 def weights_digest(model: nn.Module) -> str:

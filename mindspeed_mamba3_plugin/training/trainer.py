@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import platforms
+from .. import enable, platforms, revert
 from ..config import ConfigError
 from ..ops import registry
 from ..ops.api import planted
@@ -146,7 +146,7 @@ def _forward_step(batches: Iterator[dict[str, torch.Tensor]], model: torch.nn.Mo
 
 @contextmanager
 def session(run: RunConfig) -> Iterator[None]:
-    """Platform, process groups and seeds of one run; torchrun's variables say how many ranks there are."""
+    """Platform, plugin, process groups and seeds of one run; torchrun's variables say how many ranks there are."""
     platform = platforms.current()
     torch.set_num_threads(run.training.threads)
     platform.activate(deterministic=True)
@@ -157,11 +157,13 @@ def session(run: RunConfig) -> Iterator[None]:
     else:  # alone: no port that another run could hold
         dist.init_process_group(platform.COLLECTIVE_BACKEND, store=dist.HashStore(), rank=0, world_size=1)
     try:
+        enable(run.mamba3)
         parallel_state.initialize_model_parallel()
         torch.manual_seed(run.training.seed)
         tensor_parallel.model_parallel_cuda_manual_seed(run.training.seed)
         yield
     finally:
+        revert()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
