@@ -50,6 +50,7 @@ class Mamba3Mixer(MegatronModule):
         d_model: width of the input and of the output.
         layer_number: position in the model; it seeds the initial values that do not come from in_proj and out_proj.
         pg_collection: process groups; without it, megatron's global ones.
+        pp_layer_offset, name: not used; some versions of MambaLayer pass them.
 
     Raises:
         ConfigError: settings or sizes that do not fit together, or kernels that are not installed.
@@ -62,7 +63,8 @@ class Mamba3Mixer(MegatronModule):
         d_model: int,
         layer_number: int | None = None,
         pg_collection: Any = None,
-        **_: Any,  # pp_layer_offset, name: what other versions of MambaLayer also pass
+        pp_layer_offset: int = 0,
+        name: str | None = None,
     ) -> None:
         super().__init__(config)
         self.settings = Mamba3Config.from_object(config)
@@ -117,7 +119,8 @@ class Mamba3Mixer(MegatronModule):
         per_state = (local.heads, local.rank, local.state)
         with _layer_rng(self.layer_number or 0):
             dt_bias = _initial_dt_bias(whole.heads, self.settings)
-            angle_proj = config.init_method(torch.empty(whole.angles, whole.hidden))
+            angle_proj = torch.empty(whole.angles, whole.hidden)
+            config.init_method(angle_proj)
 
         keep = self.settings.mamba3_params_dtype == "fp32"
         for name, value in {
