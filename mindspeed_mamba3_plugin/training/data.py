@@ -73,7 +73,8 @@ def prepare(folder: Path, max_bytes: int | None = None) -> dict:
     stamp.unlink(missing_ok=True)
     builder = IndexedDatasetBuilder(str(folder / "text.bin"), dtype=np.uint8)
     counts, documents, digest = np.zeros(VOCAB_SIZE, dtype=np.int64), 0, hashlib.sha256()
-    for path in tqdm(text_files(), desc="tokenising the standard library", unit="file", mininterval=0.5):
+    print(f"tokenising the Python standard library's sources into {folder}", flush=True)
+    for path in tqdm(text_files(), unit="file", disable=not sys.stderr.isatty()):
         tokens = ByteTokenizer.tokenize(path.read_bytes())
         if len(tokens) == 1 or np.count_nonzero(tokens == END_OF_DOCUMENT) != 1:
             continue

@@ -26,8 +26,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build_model(run: RunConfig) -> DistributedDataParallel:
-    """The model of a run in megatron's DDP. Needs initialised process groups and seeds, and `enable(run.mamba3)`, which
-    is all that makes a Mamba-3 model of it."""
+    """The model of a run in megatron's DDP. Needs initialised process groups and seeds, and `enable(run.mamba3)`,
+    which is all that makes a Mamba-3 model of it."""
     m, dtype = run.model, _DTYPES[run.model.params_dtype]
     config = TransformerConfig(
         num_layers=len(m.hybrid_override_pattern),
