@@ -43,7 +43,7 @@ class Patch:
         wrapper: makes the new object from the original (from the function inside a staticmethod or classmethod).
         parameters: names of the parameters that the original must have; None where it is no function or class.
         built: "module:Class" whose live instances mean that a model was built too early for the patch.
-        optional: the module may be absent; the patch is then left out.
+        optional: the module, or one that it needs, may be absent; the patch is then left out.
         engine_only: another patch manager, which has no way to name the target, leaves it out.
     """
 

@@ -9,6 +9,7 @@ In a training script, before MindSpeed's adaptor:
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -33,10 +34,10 @@ def adaptor_has_run() -> bool:
 
 
 def register(defaults: Mamba3Config | None = None) -> bool:
-    """Offer the feature to MindSpeed; its flags switch it on. Calling it again changes nothing.
+    """Offer the feature to MindSpeed, once; its flags switch it on.
 
     Args:
-        defaults: default values of the flags.
+        defaults: default values of the flags, from now on.
 
     Returns:
         False when MindSpeed is not installed.
@@ -51,7 +52,9 @@ def register(defaults: Mamba3Config | None = None) -> bool:
     from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager as manager
 
     if not _offered(manager.FEATURES_LIST):
-        manager.FEATURES_LIST.append(_feature(defaults or Mamba3Config()))
+        manager.FEATURES_LIST.append(_feature())
+    if defaults is not None:
+        _offered(manager.FEATURES_LIST)[0].defaults = defaults
     _engine.apply([_KEEP_OFFERED])
     return True
 
@@ -59,8 +62,15 @@ def register(defaults: Mamba3Config | None = None) -> bool:
 def apply(settings: Mamba3Config) -> None:
     """Apply the patches now, by MindSpeed's manager, when its adaptor has run already."""
     register(settings)
+    from mindspeed.args_utils import get_full_args, get_mindspeed_args
     from mindspeed.patch_utils import MindSpeedPatchesManager
 
+    # MindSpeed copies its parsed arguments onto every TransformerConfig. They were parsed before these settings came,
+    # which are defaults: what the command line says counts, as it does where Megatron parses it later.
+    parser = add_arguments_with(argparse.ArgumentParser(allow_abbrev=False, add_help=False), settings)
+    flags = vars(parser.parse_known_args()[0])
+    for args in (get_mindspeed_args(), get_full_args()):
+        vars(args).update(flags)
     _hand_over(MindSpeedPatchesManager, settings)
     MindSpeedPatchesManager.apply_patches()
 
@@ -106,7 +116,7 @@ def _hand_over(manager: Any, settings: Mamba3Config) -> bool:
     return bool(todo)
 
 
-def _feature(defaults: Mamba3Config) -> Any:
+def _feature() -> Any:
     from mindspeed.features_manager.feature import MindSpeedFeature
 
     from . import applied
@@ -116,13 +126,14 @@ def _feature(defaults: Mamba3Config) -> Any:
 
         def __init__(self) -> None:
             super().__init__(FEATURE_NAME, optimization_level=2)
+            self.defaults = Mamba3Config()
 
         def is_need_apply(self, args: Any) -> bool:
             # The flag alone decides: a lower --optimization-level must not switch the mixer off unseen.
             return bool(getattr(args, self.feature_name, False))
 
         def register_args(self, parser: Any) -> None:
-            add_arguments_with(parser, defaults)
+            add_arguments_with(parser, self.defaults)
 
         def validate_args(self, args: Any) -> None:
             settings = Mamba3Config.from_object(args)

@@ -20,7 +20,7 @@ class PatchError(RuntimeError):
 
 
 class ModuleAbsent(PatchError):
-    """The module of a target does not exist."""
+    """The module of a target, or one that it needs, is not installed."""
 
 
 @dataclass
@@ -65,9 +65,7 @@ def locate(target: str, version: str) -> tuple[Any, str, Any]:
     try:
         holder: Any = import_module(module)
     except ModuleNotFoundError as error:
-        if f"{module}.".startswith(f"{error.name}."):
-            raise ModuleAbsent(f"{target}: there is no module {error.name}{version}") from error
-        raise PatchError(f"{target}: importing {module}{version} failed: {error}") from error
+        raise ModuleAbsent(f"{target}: importing {module}{version} failed: {error}") from error
     except Exception as error:
         raise PatchError(f"{target}: importing {module}{version} failed: {error!r}") from error
     *owners, name = path.split(".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,17 @@ MANAGER = """
         def validate_features_args(cls, args):
             for feature in cls.FEATURES_LIST:
                 feature.validate_args(args)
+"""
+ARGS_UTILS = """
+    import argparse
+
+    PARSED = argparse.Namespace()
+
+    def get_mindspeed_args(get_defaults=False):
+        return PARSED
+
+    def get_full_args():
+        return PARSED
 """
 PATCH_UTILS = """
     import importlib
@@ -110,15 +122,17 @@ def mindspeed(stub):
     """MindSpeed's modules; `.adaptor(args)` does what importing mindspeed.megatron_adaptor does."""
     stub("mindspeed")
     pm = stub("mindspeed.patch_utils", PATCH_UTILS).MindSpeedPatchesManager
+    parsed = stub("mindspeed.args_utils", ARGS_UTILS).PARSED
     stub("mindspeed.features_manager")
     stub("mindspeed.features_manager.feature", FEATURE)
     fm = stub("mindspeed.features_manager.features_manager", MANAGER).MindSpeedFeaturesManager
 
     def adaptor(**args):
         stub("mindspeed.megatron_adaptor")
+        vars(parsed).update(args)
         fm.apply_features_patches(argparse.Namespace(optimization_level=2, **args))
 
-    yield SimpleNamespace(pm=pm, fm=fm, adaptor=adaptor)
+    yield SimpleNamespace(pm=pm, fm=fm, adaptor=adaptor, parsed=parsed)
     pm.remove_patches()
     mamba3._engine.revert()
     patches._settings = None
@@ -236,6 +250,22 @@ def test_enable_goes_through_mindspeed_when_its_adaptor_has_run(mindspeed, origi
     assert MambaLayer.__init__.__wrapped__ is originals[0]
     with pytest.raises(patches.PatchError, match="MindSpeed's patch manager applied"):
         patches.revert()
+
+
+@pytest.mark.parametrize(("flags", "rank"), [([], 2), (["--mamba3-mimo-rank", "8"], 8)])
+def test_settings_given_late_reach_the_arguments_that_mindspeed_copies(mindspeed, monkeypatch, flags, rank):
+    """Defaults that were parsed before must not win over enable(); a flag does."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "--num-layers", "4", *flags])
+    mamba3.register()
+    mindspeed.adaptor(use_mamba3_mixer=False, mamba3_mimo_rank=4)
+    patches.enable(mamba3_mimo_rank=2, mamba3_recompute=True)
+    assert Mamba3Config.from_object(mindspeed.parsed) == Mamba3Config(
+        use_mamba3_mixer=True, mamba3_mimo_rank=rank, mamba3_recompute=True
+    )
+    (feature,) = mindspeed.fm.FEATURES_LIST
+    parser = argparse.ArgumentParser()
+    feature.register_args(parser)
+    assert parser.parse_args(flags).mamba3_mimo_rank == rank
 
 
 def test_what_enable_has_applied_is_not_wrapped_again(mindspeed, originals):
