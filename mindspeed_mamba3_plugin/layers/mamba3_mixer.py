@@ -7,9 +7,7 @@ have a replicated projection of their own, and B and C are laid out (g r n).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from ..config import ConfigError, Mamba3Config, flag
 from ..ops.api import mamba3_mimo
 from .checkpoint import mixer_sharded_state_dict
+from .initial import by_rank, initial_dt_bias, layer_rng
 from .parallel import sum_gradient
 from .sizes import MixerSizes
 
@@ -85,7 +84,7 @@ class Mamba3Mixer(MegatronModule):
             submodules.in_proj,
             d_model,
             self.sizes.in_proj_rows,
-            init_method=_by_rank(config.init_method, self.sizes, self.tp_size),
+            init_method=by_rank(config.init_method, self.sizes, self.tp_size),
             gather_output=False,
             skip_bias_add=False,
             tp_comm_buffer_name="fc1",
@@ -117,8 +116,8 @@ class Mamba3Mixer(MegatronModule):
         device = self.in_proj.weight.device
         per_rank = (local.heads, local.rank, local.head_dim)
         per_state = (local.heads, local.rank, local.state)
-        with _layer_rng(self.layer_number or 0):
-            dt_bias = _initial_dt_bias(whole.heads, self.settings)
+        with layer_rng(self.layer_number or 0):
+            dt_bias = initial_dt_bias(whole.heads, self.settings)
             angle_proj = torch.empty(whole.angles, whole.hidden)
             config.init_method(angle_proj)
 
@@ -282,34 +281,3 @@ def _bounds(packed: Any, tokens: int) -> Tensor:
     if int(bounds[-1]) < tokens:
         bounds = torch.cat([bounds, bounds.new_tensor([tokens])])
     return bounds
-
-
-def _by_rank(init_method: Callable[[Tensor], Any], sizes: MixerSizes, tp: int) -> Callable[[Tensor], Any]:
-    """Megatron's CPU initialisation draws the whole weight and gives each rank consecutive rows: order the rows so
-    that these are the rank's share of every part."""
-
-    @torch.no_grad()
-    def init(weight: Tensor) -> Tensor:
-        init_method(weight)
-        if tp > 1 and weight.shape[0] == sizes.in_proj_rows:
-            weight.copy_(weight[torch.cat([sizes.rank_rows(tp, r) for r in range(tp)])])
-        return weight
-
-    return init
-
-
-@contextmanager
-def _layer_rng(layer_number: int) -> Iterator[None]:
-    """The CPU generator, seeded by the run's seed and the layer, for the time of the block."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed((torch.initial_seed() + layer_number) % 2**63)
-        yield
-
-
-def _initial_dt_bias(heads: int, settings: Mamba3Config) -> Tensor:
-    """softplus(dt_bias) is log-uniform between dt_min and dt_max, and at least dt_init_floor."""
-    low, high = math.log(settings.mamba3_dt_min), math.log(settings.mamba3_dt_max)
-    dt = torch.exp(low + torch.rand(heads, dtype=torch.float32) * (high - low)).clamp(
-        min=settings.mamba3_dt_init_floor
-    )
-    return dt + torch.log(-torch.expm1(-dt))
