@@ -38,11 +38,11 @@ class Chunks:
         """A buffer with a row per chunk for a kernel that walks the sequences, and so skips rows not in use."""
         return (torch.zeros if self.spare else torch.empty)(like.shape, dtype=dtype, device=like.device)
 
-    def last_tokens(self) -> tuple[Tensor, Tensor]:
-        """Flattened index of each sequence's last token, and which sequences have one; int64, bool."""
+    def last_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Where each sequence ends: its last chunk and the token in it, int64, and whether it has any token."""
         used = self.bounds[1:] > self.bounds[:-1]
-        last = self.table[(self.bounds[1:].long() - 1).clamp_min(0)].long()
-        return torch.where(used, last[:, 0] + last[:, 1] - 1, 0), used
+        chunk = torch.where(used, self.bounds[1:] - 1, 0).long()
+        return chunk, torch.where(used, self.table[chunk, 1] - 1, 0).long(), used
 
 
 def cut(x: Inputs, C: int) -> Chunks:
@@ -59,8 +59,10 @@ def _dense(B: int, S: int, C: int, device: torch.device) -> Chunks:
     done = torch.arange(per).mul_(C).repeat(B)
     batch = torch.arange(B).repeat_interleave(per)
     table = torch.stack((batch * S + done, S - done, done, batch), dim=1)
+    if not per:  # a launch needs a task
+        table = torch.zeros(1, 4)
     bounds = torch.arange(B + 1) * per
-    return Chunks(table.to(device, torch.int32), bounds.to(device, torch.int32), spare=False)
+    return Chunks(table.to(device, torch.int32), bounds.to(device, torch.int32), spare=not per)
 
 
 def _packed(cu: Tensor, S: int, C: int) -> Chunks:

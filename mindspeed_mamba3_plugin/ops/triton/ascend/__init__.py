@@ -82,14 +82,14 @@ def bwd_bwd(x: Inputs, residuals: Residuals) -> Gradients:
     x = _contiguous(x)
     chunks, plan, rows, behind = residuals
     down = outer(rows.q, behind.do_in, plan)
-    dstates, dwhole = reverse_scan(down, rows.whole, rows.states, chunks, plan)
+    dstates, dwhole, dturn = reverse_scan(down, rows.whole, rows.states, chunks, plan)
     dq, dk, dv_inside, dv_carried, dmixing = products(
         rows.q, rows.k, rows.v, rows.v_out, behind.do, behind.do_in, rows.states, dstates, rows.mixing, plan
     )
     dv, dmimo_v, dcarry_out = values_bwd(x, chunks, plan, dv_inside, dv_carried, behind.do, rows.carry_out)
     dadt, dgamma, ds = decay_bwd(x, chunks, plan, dmixing, behind.dcarry_in, dcarry_out, dwhole)
     dQ, dK, dq_bias, dk_bias, dtheta = rotate_bwd(x, chunks, plan, dq, dk, rows.q, rows.k, rows.cos, rows.sin)
-    dangles, ddt, dtrap = angles_bwd(x, chunks, plan, dtheta, dgamma, ds)
+    dangles, ddt, dtrap = angles_bwd(x, chunks, plan, dtheta, dturn, dgamma, ds)
     return Gradients(
         dQ, dK, dv, dadt, ddt, dtrap, dq_bias, dk_bias, dmimo_v, behind.dmimo_z, behind.dmimo_out, dangles,
         behind.dd, behind.dz, behind.dnorm_weight,
@@ -129,18 +129,17 @@ def _rows(x: Inputs, chunks: Chunks, plan: Plan) -> _Rows:
 def _state(x: Inputs, chunks: Chunks, plan: Plan, rows: _Rows) -> State:
     """The state each sequence leaves behind, out of the padded buffers."""
     _, _, H, _, R, N, P = x.sizes
-    token, used = chunks.last_tokens()
+    chunk, step, used = chunks.last_tokens()
     half = N // 2
     ssm = rows.last_state.transpose(-1, -2)[:, :, :P]
-    chunk = (chunks.bounds[1:].long() - 1).clamp_min(0)
-    step = (chunks.table[chunk, 1].long() - 1).clamp_min(0)
-    k = rows.k.view(chunks.count, H, plan.RP, plan.C, plan.N2)[chunk, :, :R, step]
-    k = torch.where(used[:, None, None, None], k, 0).transpose(1, 2)
+    k = rows.k.view(chunks.count, H, plan.RP, plan.C, plan.N2)[chunk, :, :R, step].transpose(1, 2)
+    v = x.V.flatten(0, 1)
+    v = v[chunks.table[chunk, 0] + step] if v.shape[0] else v.new_zeros(len(chunk), H, P)
     return State(
         angle=rows.angle,
         ssm=_halves(ssm, half, plan.NH).contiguous(),
-        k=_halves(k, half, plan.NH).contiguous(),
-        v=torch.where(used[:, None, None], x.V.flatten(0, 1)[token], 0),
+        k=torch.where(used[:, None, None, None], _halves(k, half, plan.NH), 0),
+        v=torch.where(used[:, None, None], v, 0),
     )
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...types import Inputs
-from ..blocks import narrow, tanh, wrap
+from ..blocks import narrow, sigmoid, tanh, wrap
 from ..chunks import Chunks
 from ..plan import Plan, next_power_of_2
 
@@ -71,7 +71,7 @@ def angles(x: Inputs, chunks: Chunks, plan: Plan) -> tuple[Tensor, Tensor, Tenso
 
 @triton.jit
 def _angles_bwd_kernel(
-    dtheta, dgamma, ds, angles, dt, trap, table, bounds, dangles, ddt, dtrap, tasks, H, S,
+    dtheta, dturn, dgamma, ds, angles, dt, trap, table, dangles, ddt, dtrap, tasks, H, S,
     C: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, NH: tl.constexpr,
 ):  # fmt: skip
     t = tl.arange(0, C)
@@ -79,55 +79,47 @@ def _angles_bwd_kernel(
     for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
         task = tl.cast(i, tl.int64)
         h = task % H
-        sequence = task // H
-        first = tl.load(bounds + sequence)
-        last = tl.load(bounds + sequence + 1)
-        later = tl.zeros((AP,), dtype=tl.float32)
-        for back in range(0, last - first):
-            chunk = last - 1 - back
-            start = tl.load(table + chunk * 4).to(tl.int64)
-            done = tl.load(table + chunk * 4 + 2)
-            batch = tl.load(table + chunk * 4 + 3).to(tl.int64)
-            here = t < tl.load(table + chunk * 4 + 1)
-            seen = here[:, None] & (n[None, :] < A)
-            steps = (batch * H + h) * S + start - batch * S + t
-            step = tl.load(dt + steps, mask=here, other=0.0).to(tl.float32)
-            place = (start + t[:, None]) * (H * A) + h * A + n[None, :]
-            y = tanh(tl.load(angles + place, mask=seen, other=0.0).to(tl.float32))
-            row = (chunk * H + h).to(tl.int64) * C + t
-            own = tl.load(dtheta + row[:, None] * NH + n[None, :], mask=seen, other=0.0)
-            dturn = (tl.cumsum(own, axis=0, reverse=True) + later[None, :]) * _PI
-            later += tl.sum(own, axis=0)
-            tl.store(
-                dangles + place, narrow(dturn * step[:, None] * (1.0 - y * y), dangles.dtype.element_ty), mask=seen
-            )
+        chunk = task // H
+        start = tl.load(table + chunk * 4).to(tl.int64)
+        reach = tl.load(table + chunk * 4 + 1)
+        done = tl.load(table + chunk * 4 + 2)
+        batch = tl.load(table + chunk * 4 + 3).to(tl.int64)
+        here = t < reach
+        seen = here[:, None] & (n[None, :] < A)
+        steps = (batch * H + h) * S + start - batch * S + t
+        step = tl.load(dt + steps, mask=here, other=0.0).to(tl.float32)
+        place = (start + t[:, None]) * (H * A) + h * A + n[None, :]
+        y = tanh(tl.load(angles + place, mask=seen, other=0.0).to(tl.float32))
+        row = task * C + t
+        own = tl.load(dtheta + row[:, None] * NH + n[None, :], mask=seen, other=0.0)
+        # What a turn of everything after this chunk changes; the chunk after it is the next row of the table.
+        more = tl.where(reach > C, A, 0)
+        later = tl.load(dturn + (task + H) * NH + n, mask=n < more, other=0.0)
+        dhalf = (tl.cumsum(own, axis=0, reverse=True) + later[None, :]) * _PI
+        tl.store(dangles + place, narrow(dhalf * step[:, None] * (1.0 - y * y), dangles.dtype.element_ty), mask=seen)
 
-            # beta_t = dt_t sigmoid(-Trap_t) belongs to the scale of the token before: s_{t-1} = gamma_{t-1} + beta_t.
-            previous = here & (t + done > 0)
-            before = tl.where(t == 0, ((chunk - 1) * H + h).to(tl.int64) * C + C - 1, row - 1)
-            dbeta = tl.load(ds + before, mask=previous, other=0.0)
-            dgam = tl.load(dgamma + row, mask=here, other=0.0)
-            z = tl.load(trap + steps, mask=here, other=0.0).to(tl.float32)
-            e = tl.exp(-tl.abs(z))
-            small = e / (1.0 + e)
-            weight = tl.where(z >= 0, 1.0 / (1.0 + e), small)
-            other = tl.where(z >= 0, small, 1.0 / (1.0 + e))
-            step_grad = dgam * weight + dbeta * other + tl.sum(dturn * y, axis=1)
-            tl.store(ddt + steps, narrow(step_grad, ddt.dtype.element_ty), mask=here)
-            trap_grad = (dgam - dbeta) * step * weight * other
-            tl.store(dtrap + steps, narrow(trap_grad, dtrap.dtype.element_ty), mask=here)
+        # beta_t = dt_t sigmoid(-Trap_t) belongs to the scale of the token before: s_{t-1} = gamma_{t-1} + beta_t.
+        before = tl.where(t == 0, row - H * C + C - 1, row - 1)
+        dbeta = tl.load(ds + before, mask=here & (t + done > 0), other=0.0)
+        dgam = tl.load(dgamma + row, mask=here, other=0.0)
+        z = tl.load(trap + steps, mask=here, other=0.0).to(tl.float32)
+        weight = sigmoid(z)
+        rest = sigmoid(-z)
+        step_grad = dgam * weight + dbeta * rest + tl.sum(dhalf * y, axis=1)
+        tl.store(ddt + steps, narrow(step_grad, ddt.dtype.element_ty), mask=here)
+        tl.store(dtrap + steps, narrow((dgam - dbeta) * step * weight * rest, dtrap.dtype.element_ty), mask=here)
 
 
 def angles_bwd(
-    x: Inputs, chunks: Chunks, plan: Plan, dtheta: Tensor, dgamma: Tensor, ds: Tensor
-) -> tuple[Tensor, ...]:
-    """The scalar paths that cross chunks: from dtheta [chunks, H, C, NH], dgamma and ds [chunks, H, C] (ds without
-    its share of gamma) to dAngles, dDT and dTrap."""
+    x: Inputs, chunks: Chunks, plan: Plan, dtheta: Tensor, dturn: Tensor, dgamma: Tensor, ds: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the gradients of the angles, token by token (dtheta [chunks, H, C, NH]) and for all that crosses a
+    chunk's start (dturn [chunks, H, NH]), and those of gamma and s [chunks, H, C], to dAngles, dDT and dTrap."""
     H, S, A = x.V.shape[2], x.Q.shape[1], x.Angles.shape[3]
     dangles, ddt, dtrap = torch.empty_like(x.Angles), torch.empty_like(x.DT), torch.empty_like(x.Trap)
-    tasks = chunks.sequences * H
+    tasks = chunks.count * H
     _angles_bwd_kernel[plan.vector_grid(tasks)](
-        dtheta, dgamma, ds, x.Angles, x.DT, x.Trap, chunks.table, chunks.bounds, dangles, ddt, dtrap, tasks, H, S,
+        dtheta, dturn, dgamma, ds, x.Angles, x.DT, x.Trap, chunks.table, dangles, ddt, dtrap, tasks, H, S,
         C=plan.C, A=A, AP=next_power_of_2(A), NH=plan.NH,
     )  # fmt: skip
     return dangles, ddt, dtrap

@@ -20,10 +20,10 @@ from .decay import load_steps, segment_sums
 @triton.jit
 def _decay_bwd_kernel(
     dmixing, dcarry_in, dcarry_out, dwhole, adt, dt, trap, table, dadt, dgamma, ds, tasks, H, S,
-    C: tl.constexpr, RP: tl.constexpr, N2: tl.constexpr,
+    C: tl.constexpr, RP: tl.constexpr, NH: tl.constexpr,
 ):  # fmt: skip
     t = tl.arange(0, C)
-    n = tl.arange(0, N2)
+    n = tl.arange(0, NH)
     row = t.to(tl.float32)[:, None]
     col = t.to(tl.float32)[None, :]
     for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
@@ -43,7 +43,7 @@ def _decay_bwd_kernel(
         from_carry = tl.load(dcarry_in + task * C + t)
         da += tl.sum(tl.where(col >= row, from_carry[None, :], 0.0), axis=1)
         da += tl.sum(tl.where(col < row, (s * after * from_state)[None, :], 0.0), axis=1)
-        da += tl.sum(tl.load(dwhole + task * N2 + n), axis=0)
+        da += tl.sum(tl.load(dwhole + task * NH + n), axis=0)
 
         start = tl.load(table + chunk * 4)
         batch = tl.load(table + chunk * 4 + 3)
@@ -63,6 +63,6 @@ def decay_bwd(
     tasks = chunks.count * H
     _decay_bwd_kernel[plan.vector_grid(tasks)](
         dmixing, dcarry_in, dcarry_out, dwhole, x.ADT, x.DT, x.Trap, chunks.table, dadt, dgamma, ds, tasks, H, S,
-        C=plan.C, RP=plan.RP, N2=plan.N2,
+        C=plan.C, RP=plan.RP, NH=plan.NH,
     )  # fmt: skip
     return dadt, dgamma, ds

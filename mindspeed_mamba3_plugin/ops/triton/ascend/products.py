@@ -94,9 +94,13 @@ def products(
     q: Tensor, k: Tensor, v: Tensor, v_out: Tensor, do: Tensor, do_in: Tensor, states: Tensor, dstates: Tensor,
     mixing: Tensor, plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns dq and dk of the rotated rows in the operand dtype, dv inside the chunk and k dS, fp32
-    [chunks, H, M, PP], and dmixing, fp32 [chunks, H, C, RP C], to be summed over its RP blocks."""
-    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    """Returns, all in fp32: dq and dk of the rotated rows [chunks, H, M, N2], dv inside the chunk and k dS
+    [chunks, H, M, PP], and dmixing [chunks, H, C, RP C], to be summed over its RP blocks.
+
+    dq and dk stay in fp32 because the gradient of an angle is a small difference of large products of them.
+    """
+    dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    dk = torch.empty_like(dq)
     dv = torch.empty(v.shape, dtype=torch.float32, device=v.device)
     carried = torch.empty_like(dv)
     dmixing = torch.empty_like(mixing)

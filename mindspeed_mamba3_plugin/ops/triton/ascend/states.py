@@ -67,38 +67,50 @@ def scan(own: Tensor, whole: Tensor, chunks: Chunks, plan: Plan, dtype: torch.dt
 
 @triton.jit
 def _reverse_scan_kernel(
-    down, whole, states, bounds, dstates, dwhole, tasks, H, N2: tl.constexpr, PP: tl.constexpr, BN: tl.constexpr
-):  # fmt: skip
-    n = tl.arange(0, BN)
+    down, whole, states, bounds, dstates, dwhole, dturn, tasks, H, NH: tl.constexpr, PP: tl.constexpr, BN: tl.constexpr
+):
     p = tl.arange(0, PP)[None, :]
     for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        rows = (i % (N2 // BN)) * BN + n
+        rows = (i % (NH // BN)) * BN + tl.arange(0, BN)
         place = rows[:, None] * PP + p
-        task = tl.cast(i // (N2 // BN), tl.int64)
+        task = tl.cast(i // (NH // BN), tl.int64)
         h = task % H
         sequence = task // H
         first = tl.load(bounds + sequence)
         last = tl.load(bounds + sequence + 1)
-        dstate = tl.zeros((BN, PP), dtype=tl.float32)
+        lo = tl.zeros((BN, PP), dtype=tl.float32)
+        hi = tl.zeros((BN, PP), dtype=tl.float32)
         for back in range(0, last - first):
             block = ((last - 1 - back) * H + h).to(tl.int64)
-            at = block * (N2 * PP) + place
+            at_lo = block * (2 * NH * PP) + place
+            at_hi = at_lo + NH * PP
             scale = tl.load(whole + block)
-            tl.store(dstates + at, narrow(dstate, dstates.dtype.element_ty))
-            entering = tl.load(states + at).to(tl.float32)
-            tl.store(dwhole + block * N2 + rows, scale * tl.sum(entering * dstate, axis=1))
-            dstate = dstate * scale + tl.load(down + at)
+            tl.store(dstates + at_lo, narrow(lo, dstates.dtype.element_ty))
+            tl.store(dstates + at_hi, narrow(hi, dstates.dtype.element_ty))
+            state_lo = tl.load(states + at_lo).to(tl.float32)
+            state_hi = tl.load(states + at_hi).to(tl.float32)
+            tl.store(dwhole + block * NH + rows, scale * tl.sum(state_lo * lo + state_hi * hi, axis=1))
+            lo = lo * scale + tl.load(down + at_lo)
+            hi = hi * scale + tl.load(down + at_hi)
+            tl.store(dturn + block * NH + rows, tl.sum(state_hi * lo - state_lo * hi, axis=1))
 
 
-def reverse_scan(down: Tensor, whole: Tensor, states: Tensor, chunks: Chunks, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Gradients of the states leaving the chunks, like `states`, and whole * <S, dS> by rows of the state,
-    fp32 [chunks, H, N2]."""
+def reverse_scan(
+    down: Tensor, whole: Tensor, states: Tensor, chunks: Chunks, plan: Plan
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of the states leaving the chunks, like `states`; whole <S, dS> by pairs of rows; and
+    the gradient of turning everything from the chunk's first token on. The last two are fp32 [chunks, H, NH].
+
+    That turn moves only what crosses the chunk's start, so it is read off the entering state and its gradient:
+    no sum over the rest of the sequence, in which nearly everything cancels.
+    """
     H = down.shape[1]
     dstates = chunks.new(down, states.dtype)
-    dwhole = chunks.new(down[..., 0], torch.float32)
-    BN = min(plan.N2, plan.state_rows)
-    tasks = chunks.sequences * H * (plan.N2 // BN)
+    dwhole = chunks.new(down[:, :, : plan.NH, 0], torch.float32)
+    dturn = chunks.new(dwhole, torch.float32)
+    BN = min(plan.NH, plan.state_rows // 2)
+    tasks = chunks.sequences * H * (plan.NH // BN)
     _reverse_scan_kernel[plan.vector_grid(tasks)](
-        down, whole, states, chunks.bounds, dstates, dwhole, tasks, H, N2=plan.N2, PP=plan.PP, BN=BN
+        down, whole, states, chunks.bounds, dstates, dwhole, dturn, tasks, H, NH=plan.NH, PP=plan.PP, BN=BN
     )
-    return dstates, dwhole
+    return dstates, dwhole, dturn

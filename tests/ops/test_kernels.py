@@ -1,0 +1,161 @@
+"""Every Triton family against the fp64 reference, over the whole table of options, in guarded memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import exact, gradient_errors, guarded, make, relative_error
+
+from mindspeed_mamba3_plugin.ops import reference, registry
+from mindspeed_mamba3_plugin.ops.triton import ascend, plan
+from mindspeed_mamba3_plugin.ops.types import GRADIENT_NAMES, Inputs
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FAMILIES = [name for name in ("triton-ascend", "triton-gpu") if registry.missing(name) is None]
+OUTPUT_BOUND = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-3}
+GRADIENT_BOUND = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-3}
+
+OPTIONS = {
+    "rank 1": {"R": 1},
+    "rank 2": {"R": 2},
+    "rank 4": {"R": 4, "H": 1},
+    "rank 8": {"R": 8, "H": 1},
+    "rank 3": {"R": 3, "H": 1},
+    "norm": {"norm": True},
+    "norm without weight": {"norm": True, "weight": False},
+    "a batch": {"B": 2, "S": 20},
+    "no Z": {"z": False},
+    "no D": {"d": False},
+    "no reduction": {"reduce": False},
+    "nothing optional": {"z": False, "d": False, "reduce": False},
+    "divisor 2": {"divisor": 2},
+    "groups": {"H": 4, "G": 2},
+    "a group per head": {"G": 2},
+    "whole chunks": {"S": 32},
+    "one token more": {"S": 33},
+    "one token less": {"S": 31},
+    "shorter than a chunk": {"S": 5},
+    "one token": {"S": 1},
+    "no token": {"S": 0},
+    "odd sizes": {"N": 20, "P": 10, "S": 21},
+    "tall state": {"H": 1, "N": 64, "P": 16, "S": 20},
+    "packed": {"S": 50, "cu_seqlens": [0, 17, 17, 33, 34, 50]},
+    "packed, empty ends": {"S": 20, "cu_seqlens": [0, 0, 20, 20]},
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return registry.load(request.param)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """In the interpreter one chunk would hold every test sequence, and one tile every chunk."""
+    if not registry.interpreted():
+        return
+
+    def narrow_plan(*args):
+        p = plan.plain_plan(*args)
+        return replace(p, C=16, tile_elements=8 * p.RP * 16, state_rows=8)
+
+    monkeypatch.setattr(ascend, "plain_plan", narrow_plan)
+
+
+def check(family, x: Inputs, bound: float | None = None) -> None:
+    """Outputs, state and all gradients of one call, in guarded memory."""
+    truth = exact(x)
+    out, state = reference.chunk_form(truth)
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, x.dtype)
+    grads = reference.backward(truth, grad_out.cpu().double())
+    with guarded():
+        ours, our_state = family.forward(x)
+        our_grads = family.backward(x, grad_out)
+    assert ours.dtype == x.dtype
+    assert relative_error(ours, out) < (bound or OUTPUT_BOUND[x.dtype])
+    if x.return_state:
+        for name, a, b in zip(state._fields, our_state, state, strict=True):
+            difference = a.cpu().double() - b
+            if name == "angle":  # 0 and 2 pi are one angle
+                difference = torch.remainder(difference + torch.pi, 2 * torch.pi) - torch.pi
+            assert difference.norm() <= (bound or OUTPUT_BOUND[x.dtype]) * b.norm() + 1e-12, name
+    errors = gradient_errors(our_grads, grads)
+    if x.Q.shape[1] == 1:
+        # One token turned as a whole changes nothing: the true gradient is 0.
+        assert our_grads.dangles.abs().max() < 1e-5 * our_grads.dq.abs().max()
+        del errors["dangles"]
+    bad = {n: e for n, e in errors.items() if not e < (bound or GRADIENT_BOUND[x.dtype])}
+    assert not bad, bad
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_in_fp32(family, small_tiles, options):
+    check(family, make(**options, return_state=True, device=DEVICE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"R": 4, "norm": True}, {"R": 1, "reduce": False}])
+def test_low_precision(family, options, dtype):
+    check(family, make(1, 150, N=64, P=64, **options, return_state=True, dtype=dtype, device=DEVICE, seed=3))
+
+
+def test_the_callers_chunk_size_does_not_matter(family):
+    x = make(S=40, device=DEVICE)
+    results = [family.forward(replace(x, chunk_size=c))[0] for c in (8, 64)]
+    assert torch.equal(*results)
+
+
+def test_same_call_same_bits(family, small_tiles):
+    x = make(S=40, device=DEVICE, norm=True)
+    grad_out = torch.randn(1, 40, 2, 16, device=DEVICE)
+    runs = [(family.forward(x)[0], *family.backward(x, grad_out)) for _ in range(2)]
+    for name, a, b in zip(("out", *GRADIENT_NAMES), *runs, strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_packed_is_the_same_as_separate(family, small_tiles):
+    x = make(S=48, cu_seqlens=[0, 31, 48], device=DEVICE)
+    grad_out = torch.randn(1, 48, 2, 16, device=DEVICE)
+    out, grads = family.forward(x)[0], family.backward(x, grad_out)
+    for a, b in [(0, 31), (31, 48)]:
+        alone = reference._slice(x, a, b)
+        assert torch.equal(out[:, a:b], family.forward(alone)[0])
+        own = family.backward(alone, grad_out[:, a:b])
+        for name in ("dq", "dk", "dv", "dangles", "dz"):
+            assert torch.equal(getattr(grads, name)[:, a:b], getattr(own, name)), name
+        for name in ("dadt", "ddt", "dtrap"):
+            assert torch.equal(getattr(grads, name)[:, :, a:b], getattr(own, name)), name
+
+
+@pytest.mark.parametrize("angle", [1e-8, 1e-4, 0.24, 0.26, 30.0])
+def test_small_and_large_angles(family, angle):
+    x = make(S=24, device=DEVICE)
+    check(family, replace(x, Angles=x.Angles.sign() * angle))
+
+
+def test_decay_of_very_different_sizes(family, small_tiles):
+    """A huge decay must not swallow the small ones after it."""
+    x = make(S=40, device=DEVICE)
+    adt = x.ADT.clone()
+    adt[:, :, 5] = -60.0
+    adt[:, :, 20] = -1e8
+    adt[:, :, 6] = 0.0
+    check(family, replace(x, ADT=adt))
+
+
+def test_extreme_trapezoid_weights_and_steps(family, small_tiles):
+    x = make(S=40, device=DEVICE)
+    trap, dt = x.Trap.clone(), x.DT.clone()
+    trap[:, :, ::3], trap[:, :, 1::3] = 30.0, -30.0
+    dt[:, :, ::5], dt[:, :, 1::5], dt[:, :, 2::5] = 0.0, 1e-6, 3.0
+    check(family, replace(x, Trap=trap, DT=dt))
+
+
+def test_sizes_that_do_not_fit_are_refused_before_launch(family):
+    with pytest.raises(ValueError, match="N = 2048"):
+        family.forward(make(1, 8, 1, N=2048, device=DEVICE))
+
+
+def test_float64_is_refused(family):
+    with pytest.raises(ValueError, match="float64"):
+        family.forward(make(1, 8, 1, dtype=torch.float64, device=DEVICE))
