@@ -48,6 +48,7 @@ class Variant:
     def environment(self) -> dict[str, str]:
         """The process's environment; only a Triton candidate without an accelerator runs in the interpreter."""
         env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        env.setdefault("OMP_NUM_THREADS", str(self.run.training.threads))
         if self.run.mamba3.mamba3_backward_kernel.startswith("triton") and platforms.detect() == "cpu":
             env["TRITON_INTERPRET"] = "1"
         return env

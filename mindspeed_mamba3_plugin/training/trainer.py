@@ -148,6 +148,7 @@ def _forward_step(batches: Iterator[dict[str, torch.Tensor]], model: torch.nn.Mo
 def session(run: RunConfig) -> Iterator[None]:
     """Platform, plugin, process groups and seeds of one run; torchrun's variables say how many ranks there are."""
     platform = platforms.current()
+    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(run.training.threads)
     platform.activate(deterministic=True)
     from megatron.core import parallel_state, tensor_parallel
@@ -166,6 +167,8 @@ def session(run: RunConfig) -> Iterator[None]:
         revert()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        torch.set_num_threads(before[0])
+        torch.use_deterministic_algorithms(before[1])
 
 
 def parse_plant(text: str) -> dict[str, float]:
