@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import registry
 from .types import GRADIENT_NAMES, TENSOR_ARGS, Gradients, Inputs
@@ -124,8 +123,9 @@ class _Mamba3Mimo(torch.autograd.Function):
         return (out, *state) if state is not None else (out,)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_out: Tensor | None, *grad_state: Tensor | None):
+        if torch.is_grad_enabled():
+            raise RuntimeError("mamba3_mimo: second derivatives (create_graph=True) are not supported")
         if any(g is not None for g in grad_state):
             raise RuntimeError(
                 "mamba3_mimo: a loss on the returned state has no gradient; detach the state, or do not use it in "
