@@ -165,31 +165,32 @@ def _curves(ax: Any, runs: dict[str, Run], key: str, name: str) -> None:
 def _difference(ax: Any, per_step: np.ndarray, verdict: Verdict) -> None:
     series = verdict.loss
     steps = np.arange(1, len(series.limit) + 1)
-    # A log axis has no zero: equal losses are drawn at the bottom.
-    bottom = 2e-8
-    ax.plot(steps, np.maximum(series.floor, bottom), color=FLOOR, lw=1, marker="o", ms=3, label="noise floor run")
-    ax.plot(
-        steps, np.maximum(per_step[: len(steps)], bottom), color=CANDIDATE, lw=0, marker="o", ms=4, label="candidate"
-    )
-    ax.plot(steps, np.maximum(series.candidate, bottom), color=CANDIDATE, lw=1.6, label=f"mean of {WINDOW} steps")
+    ax.plot(steps, series.floor, color=FLOOR, lw=1, marker="o", ms=3, label="noise floor run")
+    ax.plot(steps, per_step[: len(steps)], color=CANDIDATE, lw=0, marker="o", ms=4, label="candidate")
+    ax.plot(steps, series.candidate, color=CANDIDATE, lw=1.6, label=f"candidate, mean of {WINDOW} steps")
     ax.plot(steps, series.limit, color=LIMIT, lw=1.2, ls="--", drawstyle="steps-mid", label="allowed")
-    ax.set(title="Relative difference of the loss to the reference", yscale="log", ylim=(bottom / 1.5, None))
-    ax.legend(ncols=2)
+    ax.set(title="Relative difference of the loss to the reference")
+    _scale(ax, [*series.floor, *per_step, *series.limit])
 
 
 def _groups(ax: Any, verdict: Verdict) -> None:
-    ax.set(title=f"Gradient norm of every parameter group, first {FIRST_STEPS} steps", yscale="log")
-    ax.set(ylabel="relative difference", xlabel="groups, sorted by what is allowed and by difference")
-    points = [
-        (limit, max(c, 1e-8), max(f, 1e-8))
-        for s in verdict.groups.values()
-        for c, f, limit in zip(s.candidate, s.floor, s.limit, strict=True)
-    ]
+    ax.set(title=f"Gradient norm of every parameter group, first {FIRST_STEPS} steps")
+    ax.set(ylabel="relative difference to the reference", xlabel="groups, by difference of the candidate")
+    points = sorted(
+        point for s in verdict.groups.values() for point in zip(s.candidate, s.floor, s.limit, strict=True)
+    )
     if not points:
         return
-    limit, candidate, floor = np.array(sorted(points)).T
-    x = np.arange(len(limit))
+    candidate, floor, limit = np.array(points).T
+    x = np.arange(len(points))
     ax.scatter(x, floor, s=10, color=FLOOR, label="noise floor run")
     ax.scatter(x, candidate, s=14, color=CANDIDATE, label="candidate")
     ax.plot(x, limit, color=LIMIT, lw=1.2, ls="--", label="allowed")
-    ax.legend(ncols=3)
+    _scale(ax, [*candidate, *floor, *limit])
+
+
+def _scale(ax: Any, values: list[float]) -> None:
+    """Logarithmic, but with a zero, since many differences are exactly that; room for the legend above."""
+    ax.set_yscale("symlog", linthresh=1e-7, linscale=0.5)
+    ax.set_ylim(-1e-8, 30 * max([1e-6, *values]))
+    ax.legend(ncols=2, loc="upper left")

@@ -82,6 +82,7 @@ def test_finished_runs_survive_an_interrupt_and_are_reused(config, tmp_path, mon
         (folder / "summary.json").write_text(json.dumps(facts))
 
     monkeypatch.setattr(compare, "_process", process)
+    monkeypatch.setattr(compare, "write_report", lambda *_: "the report")
     command = ["--config", str(config), "--out", str(tmp_path / "out")]
     assert compare.main(command) == 130
     interrupt = False

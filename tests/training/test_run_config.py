@@ -18,8 +18,8 @@ def test_round_trip_through_a_mapping(small):
 
 
 def test_the_smoke_config_loads_and_takes_overrides():
-    run = RunConfig.from_yaml(SMOKE, ["training.steps=7", "optimizer.lr=1e-4", "mamba3.mamba3_chunk_size=16"])
-    assert (run.training.steps, run.optimizer.lr, run.mamba3.mamba3_chunk_size) == (7, 1e-4, 16)
+    run = RunConfig.from_yaml(SMOKE, ["training.steps=7", "optimizer.lr=1e-2", "mamba3.mamba3_chunk_size=16"])
+    assert (run.training.steps, run.optimizer.lr, run.mamba3.mamba3_chunk_size) == (7, 1e-2, 16)
     assert run.training.steps != RunConfig.from_yaml(SMOKE).training.steps >= 40
 
 
