@@ -1,6 +1,6 @@
 """The loss-curve comparison: three runs in processes of their own, a verdict, and its report.
 
-baseline     the run of the YAML file on the reference backward
+baseline     the run of the YAML file on the reference, forward and backward
 noise floor  the baseline with another chunk size: same maths, other rounding
 candidate    the run of the YAML file as it is, on the backward kernel that it names
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -69,7 +70,7 @@ def variants(run: RunConfig, plant: str = "") -> tuple[Variant, Variant, Variant
     if chunk == run.mamba3.chunk_size:
         raise ConfigError(f"compare.floor_chunk_size {chunk}: must differ from {flag('mamba3_chunk_size')} {chunk}")
     run.mamba3.check_environment()
-    baseline = run.with_mamba3(mamba3_backward_kernel="reference")
+    baseline = run.with_mamba3(mamba3_forward_kernel="reference", mamba3_backward_kernel="reference")
     return (
         Variant("baseline", baseline),
         Variant("noise_floor", baseline.with_mamba3(mamba3_chunk_size=chunk)),
@@ -127,7 +128,7 @@ def _diagnose(candidate: Variant, out: Path) -> dict | None:
 def _process(variant: Variant, module: str, *arguments: str | Path) -> None:
     command = [sys.executable, "-m", f"{__package__}.{module}", *map(str, arguments)]
     status = subprocess.run(command, env=variant.environment()).returncode
-    if status == 130:
+    if status in (130, -signal.SIGINT):
         raise KeyboardInterrupt
     if status:
         raise RunFailed(f"the {variant.name} process ended with status {status}; its messages are above")

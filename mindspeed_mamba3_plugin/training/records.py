@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from .config import RunConfig
 
-_PACKAGES = ("torch", "megatron-core", "triton", "numpy")
+_PACKAGES = ("mindspeed_mamba3_plugin", "torch", "megatron-core", "triton", "numpy")
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Recorder:
             print(f"{self._label}: step {step.step}/{self._total}  loss {loss}  {step.seconds:.2f} s", flush=True)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        self.close()
+        """Say that the run is complete; after `close`."""
         (self._folder / "summary.json").write_text(json.dumps(summary, indent=1))
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ def train(
     text: Path | None = None,
     label: str = "train",
 ) -> dict[str, Any]:
-    """Train, and leave the records of the run in `folder` (see `records`).
+    """Train, and leave the records of the run in `folder` (see `records`); of several ranks, the first writes.
 
     Args:
         plant: factors by which gradients of the operator are falsified, {"dk": 1.01}.
@@ -44,17 +44,22 @@ def train(
     """
     started = time.perf_counter()
     text = text or folder / "text"
-    facts = data.prepare(text, run.data.max_bytes)
     with session(run), planted(plant or {}):
+        first = dist.get_rank() == 0
+        if first:
+            data.prepare(text, run.data.max_bytes)
+        dist.barrier()
+        facts = data.prepare(text, run.data.max_bytes)
         job = Job(run, facts["prefix"], text / "index")
         registry.reset_kernel_calls()
-        recorder = Recorder(folder, run, label)
+        recorder = Recorder(folder, run, label) if first else None
         try:
             for step in job.steps():
-                recorder.add(step)
-        except BaseException:
-            recorder.close()
-            raise
+                if recorder is not None:
+                    recorder.add(step)
+        finally:
+            if recorder is not None:
+                recorder.close()
         summary = {
             "identity": identity(run, plant or {}),
             "planted": plant or {},
@@ -67,7 +72,8 @@ def train(
             "versions": versions(),
             "device": platforms.detect(),
         }
-        recorder.finish(summary)
+        if recorder is not None:
+            recorder.finish(summary)
     return summary
 
 
