@@ -108,3 +108,15 @@ def test_setup_cfg_lists_every_package():
     for init in (ROOT / "mindspeed_mamba3_plugin").rglob("__init__.py"):
         found.add(".".join(init.parent.relative_to(ROOT).parts))
     assert found <= listed, found - listed
+
+
+def test_the_readme_lists_every_flag_with_its_default():
+    rows = {
+        cells[1].strip(" `"): cells[2].strip()
+        for line in (ROOT / "README.md").read_text().splitlines()
+        if line.startswith("| `--") and (cells := line.split("|"))
+    }
+    assert set(rows) == {flag(f.name) for f in fields(Mamba3Config)}
+    for f in fields(Mamba3Config):
+        default = {True: "on", False: "off", None: "64 // rank"}.get(f.default, f.default)
+        assert rows[flag(f.name)] == str(default), f.name
