@@ -44,6 +44,7 @@ def train(
     """
     started = time.perf_counter()
     text = text or folder / "text"
+    identified = identity(run, plant or {})  # now: the code on disk may change while this runs
     with session(run), planted(plant or {}):
         first = dist.get_rank() == 0
         if first:
@@ -61,7 +62,7 @@ def train(
             if recorder is not None:
                 recorder.close()
         summary = {
-            "identity": identity(run, plant or {}),
+            "identity": identified,
             "planted": plant or {},
             "weights": job.weights,
             "data": job.seen.hexdigest(),
