@@ -73,6 +73,51 @@ def plain_plan(N: int, P: int, R: int, dtype: torch.dtype, target: str) -> Plan:
     return Plan(max(16, rows // RP), RP, NH, PP, 4096 if target == "cuda" else 1 << 20, 16, 0, 0)
 
 
+@dataclass(frozen=True)
+class GpuPlan:
+    """Sizes of a call in the GPU family: chunks of J blocks, a block of C tokens of R ranks (padded to RP) being the
+    rows of one tile. NH and PP are the padded halves of N and the padded P, as in `Plan`."""
+
+    C: int
+    J: int
+    RP: int
+    NH: int
+    PP: int
+    warps: int  # of the states' kernel
+    stages: int  # of software pipelining in the walks over the blocks of a chunk
+    forward: dict[str, int]  # launch options of the outputs' kernel, forward
+    outputs: dict[str, int]  # of the same, in `bwd_fwd`
+    inputs: dict[str, int]  # of the inputs' kernel
+    turn_dtype: torch.dtype  # of the cosines and sines kept between kernels
+
+    @property
+    def L(self) -> int:
+        """Tokens a chunk."""
+        return self.C * self.J
+
+
+@lru_cache(maxsize=256)
+def gpu_plan(N: int, P: int, R: int, dtype: torch.dtype, capability: int) -> GpuPlan:
+    """The plan of the GPU family; capability as in sm_90, 0 is the interpreter.
+
+    Raises:
+        ValueError: the sizes do not fit on the chip, or the dtype has no matrix product, naming them.
+    """
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"dtype is {dtype}: the Triton kernels take float16, bfloat16 or float32")
+    RP, NH, PP = next_power_of_2(R), max(16, next_power_of_2(N // 2)), max(16, next_power_of_2(P))
+    if NH > 128 or PP > 128 or RP > 64:
+        raise ValueError(f"N = {N}, P = {P}, R = {R}: the GPU kernels take N <= 256, P <= 128 and R <= 64")
+    # Small tiles in the interpreter: short tests then cross the bounds of blocks and chunks.
+    rows = 16 if capability == 0 else 32 if dtype == torch.float32 else 64
+    C = max(1, rows // RP)
+    J = 2 if capability == 0 else 1
+    how = {"num_warps": 4}
+    return GpuPlan(
+        C, J, RP, NH, PP, 4, 1, how, how, how, torch.float32 if dtype == torch.float32 else torch.float16
+    )  # fmt: skip
+
+
 def target_of(device: torch.device) -> str:
     """The plan target of a device."""
     return "cpu" if registry.interpreted() else device.type

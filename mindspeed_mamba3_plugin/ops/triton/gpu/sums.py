@@ -1,0 +1,101 @@
+"""Reductions after the main kernels: dQ and dK over the heads of a group, and every token's scalar gradients."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...types import Inputs
+from ..blocks import narrow, sigmoid, tanh
+from ..chunks import Chunks
+from ..plan import GpuPlan
+from .angles import _by_head
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _over_heads_kernel(X, Out, rows, HEADS: tl.constexpr, N: tl.constexpr, BR: tl.constexpr, NP: tl.constexpr):
+    """Out [rows, N] = sum over the heads of X [rows, HEADS, N]."""
+    r, n = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, NP)
+    ok = (r < rows)[:, None] & (n < N)[None, :]
+    at = X + r[:, None] * (HEADS * N) + n[None, :]
+    total = tl.zeros((BR, NP), tl.float32)
+    for h in tl.range(0, HEADS, num_stages=4):
+        total += tl.load(at + h * N, mask=ok, other=0.0).to(tl.float32)
+    tl.store(Out + r[:, None] * N + n[None, :], narrow(total, Out.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["T", "S"])
+def _scalars_kernel(
+    Angles, DT, Trap, dTheta, Through, Scalars, Sinks, Sources, dAngles, dADT, dDT, dTrap, table, T, S,
+    H: tl.constexpr, A: tl.constexpr, C: tl.constexpr, J: tl.constexpr, AP: tl.constexpr, NH: tl.constexpr,
+):  # fmt: skip
+    chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
+    start = tl.load(table + 4 * chunk).to(tl.int64)
+    reach = tl.load(table + 4 * chunk + 1)
+    done = tl.load(table + 4 * chunk + 2)
+    batch = tl.load(table + 4 * chunk + 3)
+    L: tl.constexpr = C * J
+    i, a = tl.arange(0, L), tl.arange(0, AP)
+    inside, first = i < reach, i + done == 0
+    token, head, row = start + i, h.to(tl.int64) * T, tl.cast(T, tl.int64) * H
+    here = _by_head(token, batch, h, S, H)
+    task = chunk.to(tl.int64) * H + h
+
+    # An angle turns all that reaches later tokens: what crosses the start of the chunk, and what has joined or left
+    # it since. The same holds for a decay, and inside a block that is known pair by pair.
+    ok = inside[:, None] & (a < A)[None, :]
+    dt = tl.load(DT + here, mask=inside, other=0.0).to(tl.float32)
+    at = (token[:, None] * H + h) * A + a[None, :]
+    t = tanh(tl.load(Angles + at, mask=ok, other=0.0).to(tl.float32))
+    theta = tl.load(dTheta + (head + token)[:, None] * A + a[None, :], mask=ok, other=0.0)
+    turn = tl.load(Through + (task * 2 + 1) * NH + a, mask=a < A, other=0.0)[None, :]
+    turn = (turn + theta - tl.cumsum(theta, axis=0)) * 3.141592653589793
+    tl.store(dAngles + at, narrow(turn * dt[:, None] * (1.0 - t * t), dAngles.dtype.element_ty), mask=ok)
+    d_dt = tl.sum(turn * t, axis=1)
+
+    # A token's share of a step is its own plus the next token's: d_share of the token before belongs to this one.
+    trap = sigmoid(tl.load(Trap + here, mask=inside, other=0.0).to(tl.float32))
+    source = Sources + head + token
+    beyond = tl.load(source + 2 * row, mask=inside, other=0.0)
+    own = tl.load(source + row, mask=inside, other=0.0)
+    own += tl.load(source, mask=inside, other=0.0) + beyond
+    before = inside & (first == 0)
+    past = tl.load(source - 1, mask=before, other=0.0) + tl.load(source - 1 + 2 * row, mask=before, other=0.0)
+    tl.store(dDT + here, narrow(d_dt + own * trap + past * (1.0 - trap), dDT.dtype.element_ty), mask=inside)
+    tl.store(dTrap + here, narrow((own - past) * dt * trap * (1.0 - trap), dTrap.dtype.element_ty), mask=inside)
+
+    share = tl.load(Scalars + 2 * row + head + token, mask=inside, other=0.0)
+    flow = beyond * share - tl.load(Sinks + row + head + token, mask=inside, other=0.0)
+    through = tl.sum(tl.load(Through + task * 2 * NH + tl.arange(0, NH)), axis=0) + tl.cumsum(flow, axis=0) - flow
+    net = tl.load(Sinks + head + token, mask=inside, other=0.0) - share * tl.load(source, mask=inside, other=0.0)
+    net = tl.reshape(tl.cumsum(tl.reshape(net, (J, C)), axis=1, reverse=True), (L,))
+    tl.store(dADT + here, narrow(through + net, dADT.dtype.element_ty), mask=inside)
+
+
+def over_heads(per_head: Tensor, x: Inputs) -> Tensor:
+    """[B, S, R, H, N] of each head -> [B, S, R, G, N] of each group."""
+    B, S, H, G, R, N, _ = x.sizes
+    result = torch.empty(B, S, R, G, N, dtype=x.Q.dtype, device=x.Q.device)
+    if G == H:
+        return result.copy_(per_head)
+    rows, NP = B * S * R * G, triton.next_power_of_2(N)
+    BR = max(1, 2048 // NP)
+    _over_heads_kernel[(triton.cdiv(rows, BR),)](per_head, result, rows, H // G, N, BR, NP, num_warps=4)
+    return result
+
+
+def scalar_gradients(
+    x: Inputs, plan: GpuPlan, chunks: Chunks, d_theta: Tensor, through: Tensor, scalars: Tensor,
+    sinks: Tensor, sources: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of Angles, ADT, DT and Trap."""
+    B, S, H, *_ = x.sizes
+    A = d_theta.shape[-1]
+    d_angles, d_adt, d_dt, d_trap = (torch.empty_like(t) for t in (x.Angles, x.ADT, x.DT, x.Trap))
+    _scalars_kernel[(chunks.count * H,)](
+        x.Angles, x.DT, x.Trap, d_theta, through, scalars, sinks, sources, d_angles, d_adt, d_dt, d_trap,
+        chunks.table, B * S, S, H, A, plan.C, plan.J, triton.next_power_of_2(A), plan.NH, num_warps=4,
+    )  # fmt: skip
+    return d_angles, d_adt, d_dt, d_trap
