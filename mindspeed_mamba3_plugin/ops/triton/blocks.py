@@ -15,7 +15,10 @@ def dot(a, b, acc=None):
     if _INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
+    if acc is None:  # older compilers do not take None for acc
+        return tl.dot(a, b, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit

@@ -1,0 +1,162 @@
+"""The Ascend compiler without CANN: a kernel's launch through triton-ascend and bishengir-compile to planned HIVM.
+
+HIVM with on-chip addresses and synchronisation is the last form before the closed assembler; overflow of on-chip
+memory is decided there, by the compiler itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from .launches import Chip, Launch
+
+# Launch options that the compiler is told, as triton-ascend tells it.
+_FLAGS = {
+    "multibuffer": "enable-auto-multi-buffer",
+    "enable_auto_bind_sub_block": "enable-auto-bind-sub-block",
+    "enable_hivm_auto_cv_balance": "enable-hivm-auto-cv-balance",
+    "sync_solver": "enable-hivm-graph-sync-solver",
+    "unit_flag": "enable-hivm-unit-flag-sync",
+    "inject_barrier_all": "enable-hivm-inject-barrier-all-sync",
+    "inject_block_all": "enable-hivm-inject-block-all-sync",
+    "limit_auto_multi_buffer_only_for_local_buffer": "limit-auto-multi-buffer-only-for-local-buffer",
+    "set_workspace_multibuffer": "set-workspace-multibuffer",
+    "tile_mix_vector_loop": "tile-mix-vector-loop",
+    "tile_mix_cube_loop": "tile-mix-cube-loop",
+    "limit_auto_multi_buffer_of_local_buffer": "limit-auto-multi-buffer-of-local-buffer",
+    "disable_auto_inject_block_sync": "disable-auto-inject-block-sync",
+}
+_ALWAYS = ("--enable-hfusion-compile=true", "--enable-hivm-compile=true", "--enable-triton-kernel-compile=true")
+_LAST_IR = "convert-hivm-to-std"
+
+# Stands in for CANN's assembler, so that the exit status tells whether everything before it passed.
+_NO_ASSEMBLER = """#!/bin/sh
+[ "$1" = "--version" ] && echo "hivmc 0.0.0"
+exit 0
+"""
+
+
+@dataclass
+class Compiled:
+    """How far one kernel came; `stage` is "none", "ttir", "linalg" or "hivm"."""
+
+    name: str
+    stage: str = "none"
+    linalg: str = ""
+    hivm: str = ""
+    mixed: bool = False  # whether it has a cube and a vector half
+    notes: list[str] = field(default_factory=list)  # what the compiler did instead of what was asked
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.stage == "hivm"
+
+
+def compilers() -> dict[str, Path]:
+    """The ascendnpu-ir compilers of this environment by version, newest first."""
+    found = {p.name: p / "ascendnpuir/bin/bishengir-compile" for p in Path(sys.prefix, "ascendnpu-ir").glob("[0-9]*")}
+    try:
+        import ascendnpuir
+        from importlib.metadata import version
+
+        found[version("ascendnpu-ir")] = Path(ascendnpuir.__file__).parent / "bin/bishengir-compile"
+    except ImportError:
+        pass
+    return dict(sorted(found.items(), key=lambda item: [int(n) for n in re.findall(r"\d+", item[0])], reverse=True))
+
+
+def compile_launch(launch: Launch, chip: Chip, compiler: Path | None) -> Compiled:
+    """Compile the kernel of a launch to planned HIVM; to linalg only where `compiler` is None. Never raises for a
+    kernel that does not compile: `error` says why."""
+    result = Compiled(launch.name)
+    try:
+        linalg, metadata = _to_linalg(launch, chip, result)
+    except subprocess.CalledProcessError as e:
+        result.error = f"triton-adapter-opt ended with {e.returncode}: {_error_lines(e.stderr.decode(errors='replace'))}"
+        return result
+    except Exception as e:
+        result.error = _reasons(e)
+        return result
+    if compiler is not None:
+        _to_hivm(linalg, metadata, chip, compiler, result)
+    return result
+
+
+def _to_linalg(launch: Launch, chip: Chip, result: Compiled) -> tuple[str, dict[str, Any]]:
+    from triton._C.libtriton import ir
+    from triton.backends import backends
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    # The stages live in a module that is not in sys.modules.
+    stages = backends["ascend"].compiler.add_stages.__globals__
+    target = GPUTarget("npu", chip.arch, 0)
+    backend = make_backend(target)
+    options = backend.parse_options(dict(launch.options))
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    metadata = {"hash": "offline", "target": target, **options.__dict__}
+    module = launch.source.make_ir(options, backend.get_codegen_implementation(), backend.get_module_map(), context)
+    module = stages["make_ttir"](module, metadata, options)
+    result.stage = "ttir"
+    text = stages["ttir_to_linalg"](module, metadata, options, named_ops=True)
+    linalg, metadata = stages["_parse_linalg_metadata"](text, metadata)
+    result.stage, result.linalg, result.mixed = "linalg", linalg, metadata["mix_mode"] == "mix"
+    return linalg, metadata
+
+
+def _to_hivm(linalg: str, metadata: dict[str, Any], chip: Chip, compiler: Path, result: Compiled) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.mlir")
+        source.write_text(linalg)
+        command = [str(compiler), str(source), f"--target={chip.arch}", *_ALWAYS]
+        command += [f"--{flag}={metadata[o]}" for o, flag in _FLAGS.items() if metadata.get(o) is not None]
+        command += [f"--mlir-print-ir-before={_LAST_IR}", "-o", str(Path(folder, "kernel"))]
+        path = os.pathsep.join((_assembler_folder(), os.environ.get("PATH", "")))
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=folder, env={**os.environ, "PATH": path}, timeout=600
+        )
+    head, *dumps = re.split(r"^// -----// IR Dump.*$", done.stderr, flags=re.M)
+    last = dumps[-1] if dumps else ""
+    end = last.rfind("\n}\n") + 3
+    said = done.stdout + head + last[end:]
+    result.notes = re.findall(r"\[NOTE\] *([^\n]*)", said)
+    if done.returncode:
+        result.error = f"bishengir-compile ended with {done.returncode}: {_error_lines(said)}"
+    elif not last:
+        result.error = f"bishengir-compile printed no IR before {_LAST_IR}"
+    else:
+        result.stage, result.hivm = "hivm", last[:end]
+
+
+def _reasons(error: BaseException) -> str:
+    """The chain of reasons, innermost first: Triton names the line outside and the cause inside."""
+    reasons = []
+    while error is not None:
+        reasons.append(f"{type(error).__name__}: {str(error).strip()}")
+        error = error.__cause__
+    return "; from ".join(reversed(reasons))
+
+
+def _error_lines(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if re.search(r"error:|Assertion|LLVM ERROR", line)]
+    return "; ".join(dict.fromkeys(lines))[:2000] or text.strip()[-600:]
+
+
+@lru_cache(maxsize=1)
+def _assembler_folder() -> str:
+    folder = tempfile.mkdtemp(prefix="hivmc-")
+    program = Path(folder, "hivmc")
+    program.write_text(_NO_ASSEMBLER)
+    program.chmod(0o755)
+    return folder
