@@ -8,7 +8,6 @@ ensure_environment() {
     if [ ! -x "$venv/bin/python" ]; then
         base=$(_base_python) || { echo "FAIL  no Python 3.10, 3.11 or 3.12 found; name one with PYTHON=..." >&2; return 2; }
         echo "making $venv with $("$base" --version)"
-        rm -rf "$venv"
         "$base" -m venv "$venv" || { echo "FAIL  $base cannot make virtual environments (is its venv package installed?)" >&2; return 2; }
     fi
     PYTHON=$venv/bin/python
