@@ -119,7 +119,9 @@ class _Mamba3Mimo(torch.autograd.Function):
         ctx.options, ctx.kernel = options, kernels[1]
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        out, state = registry.load(kernels[0]).forward(x)
+        # The implementations choose the dtype of every product themselves.
+        with torch.autocast(x.Q.device.type, enabled=False):
+            out, state = registry.load(kernels[0]).forward(x)
         return (out, *state) if state is not None else (out,)
 
     @staticmethod
@@ -135,7 +137,8 @@ class _Mamba3Mimo(torch.autograd.Function):
         if grad_out is None:
             return (None,) * (2 + len(tensors))
         x = Inputs(**dict(zip(TENSOR_ARGS, tensors, strict=True)), **{**ctx.options, "return_state": False})
-        grads = _plant(registry.load(ctx.kernel).backward(x, grad_out.contiguous()))
+        with torch.autocast(x.Q.device.type, enabled=False):
+            grads = _plant(registry.load(ctx.kernel).backward(x, grad_out.contiguous()))
         return (
             None,
             None,

@@ -101,7 +101,7 @@ def _sequence(x: Inputs, core: _Core) -> tuple[Tensor, State | None]:
         angle=torch.remainder(last(theta), 2 * math.pi),
         ssm=ssm.transpose(-1, -2).contiguous(),
         k=last(k).transpose(1, 2).contiguous().to(x.dtype),
-        v=last(x.V).contiguous(),
+        v=last(x.V).clone(),
     )
     return out, State(*(s.detach() for s in state))
 

@@ -92,6 +92,20 @@ def test_inputs_need_not_be_contiguous():
     assert torch.equal(call(spread, forward_kernel="triton"), call(dense, forward_kernel="triton"))
 
 
+@pytest.mark.parametrize("kernel", ["reference", "triton"])
+def test_autocast_changes_nothing(kernel):
+    """Mixed bf16 activations and fp32 parameters are the normal case, and products keep the dtype asked for."""
+    plain, cast = leaves(make(dtype=torch.bfloat16)), leaves(make(dtype=torch.bfloat16))
+    call(plain, forward_kernel=kernel, backward_kernel=kernel).float().sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = call(cast, forward_kernel=kernel, backward_kernel=kernel)
+        out.float().sum().backward()
+    assert out.dtype == torch.bfloat16
+    for name, a, b in zip(TENSOR_ARGS, plain.tensors, cast.tensors, strict=True):
+        if a is not None:
+            assert b.grad.dtype == b.dtype and torch.equal(a.grad, b.grad), name
+
+
 def test_calls_are_counted_by_implementation():
     registry.reset_kernel_calls()
     call(leaves(make()), forward_kernel="reference", backward_kernel="triton").sum().backward()

@@ -16,9 +16,9 @@ from ..chunks import Chunks
 from ..plan import GpuPlan
 from .angles import CHI, CLO, EXIT, OWN, SHARE, Turns
 from .tiles import (
-    by_rank, flat, load, load_by_rank, load_by_token, load_core_gradient, load_rotated, load_turn, operand, per_token,
-    pin, put, rank_columns, store_by_rank, tall,
-)  # fmt: skip
+    by_rank, core_gradient, left, load, load_by_rank, load_by_token, load_core_parts, load_halves, load_turn,
+    per_token, pin, put, rank_columns, right, rotated, store_by_rank, tall,
+)  # fmt: skip  # isort: skip
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -58,14 +58,13 @@ def _inputs_kernel(
         token = start + j * C + c
         ok = inside & (r < R)
         cos, sin = load_turn(Cos, Sin, head + token, n, inside, A)
-        k_lo, k_hi = load_rotated(K, K_bias, cos, sin, token, r, n, ok, h, H, G, R, N, dtype)
-        q_lo, q_hi = load_rotated(Q, Q_bias, cos, sin, token, r, n, ok, h, H, G, R, N, dtype)
+        k_halves = load_halves(K, K_bias, token, r, n, ok, h, H, G, R, N)
+        q_halves = load_halves(Q, Q_bias, token, r, n, ok, h, H, G, R, N)
         vt = load_by_token(V, token, p, inside, h, H, P)
         phi = load_by_rank(Phi, r, p, h, R, P)
-        vb = operand(vt * phi, dtype)
-        g = load_core_gradient(dO, Psi, Z, Zeta, Stored, token, r, p, inside, h, H, R, P)
-        gb = operand(g, dtype)
-
+        parts = load_core_parts(dO, Psi, Z, Zeta, Stored, token, r, p, inside, h, H, R, P)
+        at = (head + token) * A + n
+        theta = load(dTheta, at, inside & (n < A))
         local = j * C + rows // RP
         real = local < reach
         number = Scalars + head + start + local
@@ -77,6 +76,19 @@ def _inputs_kernel(
         reaches = (local[None, :] >= local[:, None]) & real[None, :]
         same = local[None, :] == local[:, None]
         fade = tl.exp2(tl.where(reaches, (chi[None, :] - chi[:, None]) + (clo[None, :] - clo[:, None]), -float("inf")))
+        cos = cos.to(tl.float32)
+        sin = sin.to(tl.float32)
+        q_lo, q_hi = rotated(q_halves, cos, sin)
+        q_lo = right(q_lo, dtype)
+        q_hi = right(q_hi, dtype)
+        g = core_gradient(parts)
+        gb = right(g, dtype)
+        vt = vt.to(tl.float32)
+        phi = phi.to(tl.float32)
+        k_lo, k_hi = rotated(k_halves, cos, sin)
+        k_lo = left(k_lo, dtype)
+        k_hi = left(k_hi, dtype)
+        vb = left(vt * phi, dtype)
         kq = dot(k_lo, tl.trans(q_lo))
         kq = dot(k_hi, tl.trans(q_hi), kq)
         vg = dot(vb, tl.trans(gb))
@@ -106,9 +118,8 @@ def _inputs_kernel(
         weight = (share * leave)[:, None]
         lo = tall(dot(gs, q_lo, dot(vb, sb_lo) * weight), RP)
         hi = tall(dot(gs, q_hi, dot(vb, sb_hi) * weight), RP)
-        at = (head + token) * A + n
         turn = tl.sum(hi * tall(k_lo, RP).to(tl.float32) - lo * tall(k_hi, RP).to(tl.float32), axis=1, keep_dims=True)
-        put(dTheta, at, turn + load(dTheta, at, inside & (n < A)), inside & (n < A))
+        put(dTheta, at, turn + theta, inside & (n < A))
         to = ((token * R + r) * H + h) * N + n
         x = lo * cos + hi * sin
         put(dK, to, x, ok & (n < N // 2))
@@ -119,7 +130,7 @@ def _inputs_kernel(
         if J > 1:
             end = start + tl.minimum((j + 1) * C, reach) - 1
             kept = tl.exp2(tl.load(Scalars + head + end + CHI * row))
-            gw = tl.trans(pin(narrow(flat(g) * tl.exp2(chi)[:, None], dtype)))
+            gw = tl.trans(pin(narrow(right(g, tl.float32) * tl.exp2(chi)[:, None], dtype)))
             s_lo = dot(gw, q_lo, s_lo * kept)
             s_hi = dot(gw, q_hi, s_hi * kept)
     part = Part + task * (R * (N + P))

@@ -16,9 +16,9 @@ from ..chunks import Chunks
 from ..plan import GpuPlan
 from .angles import CHI, CLO, EXIT, OWN, SHARE, Turns
 from .tiles import (
-    by_rank, flat, load, load_by_rank, load_by_token, load_rotated, load_turn, operand, per_token, pin, put,
-    rank_columns, store_by_rank, tall,
-)  # fmt: skip
+    by_rank, left, load, load_by_rank, load_by_token, load_halves, load_out_gradient, load_turn, per_token, pin, put,
+    rank_columns, right, rotated, store_by_rank, tall,
+)  # fmt: skip  # isort: skip
 
 
 @triton.jit
@@ -68,11 +68,17 @@ def _outputs_kernel(
         token = start + j * C + c
         ok = inside & (r < R)
         cos, sin = load_turn(Cos, Sin, head + token, n, inside, A)
-        k_lo, k_hi = load_rotated(K, K_bias, cos, sin, token, r, n, ok, h, H, G, R, N, dtype)
-        q_lo, q_hi = load_rotated(Q, Q_bias, cos, sin, token, r, n, ok, h, H, G, R, N, dtype)
-        v = load_by_token(V, token, p, inside, h, H, P) * load_by_rank(Phi, r, p, h, R, P)
-        vb = operand(v, dtype)
-
+        k_halves = load_halves(K, K_bias, token, r, n, ok, h, H, G, R, N)
+        q_halves = load_halves(Q, Q_bias, token, r, n, ok, h, H, G, R, N)
+        v_token = load_by_token(V, token, p, inside, h, H, P)
+        phi = load_by_rank(Phi, r, p, h, R, P)
+        if Psi is not None:
+            psi = load_by_rank(Psi, r, p, h, R, P)
+        if Z is not None:
+            z = load_by_token(Z, token, p, inside, h, H, P)
+            zeta = load_by_rank(Zeta, r, p, h, R, P)
+        if GRAD:
+            up = load_out_gradient(dO, token, r, p, inside, h, H, R, P, Psi is not None)
         local = j * C + rows // RP
         real = local < reach
         number = Scalars + head + start + local
@@ -87,20 +93,26 @@ def _outputs_kernel(
         since = tl.exp2(chi)[:, None]
         diagonal = rows[:, None] == rows[None, :]
 
+        cos = cos.to(tl.float32)
+        sin = sin.to(tl.float32)
+        k_lo, k_hi = rotated(k_halves, cos, sin)
+        k_lo = right(k_lo, dtype)
+        k_hi = right(k_hi, dtype)
+        v = v_token.to(tl.float32) * phi.to(tl.float32)
+        vb = right(v, dtype)
+        q_lo, q_hi = rotated(q_halves, cos, sin)
+        q_lo = left(q_lo, dtype)
+        q_hi = left(q_hi, dtype)
         if Psi is not None:
-            psi = load_by_rank(Psi, r, p, h, R, P)
+            psi = psi.to(tl.float32)
         if Z is not None:
-            z = load_by_token(Z, token, p, inside, h, H, P)
-            zeta = load_by_rank(Zeta, r, p, h, R, P)
+            z = z.to(tl.float32)
+            zeta = zeta.to(tl.float32)
             gate = z * zeta
             sig = sigmoid(gate)
         if GRAD:
-            if Psi is not None:
-                up = load_by_token(dO, token, p, inside, h, H, P)
-                g = up * psi
-            else:
-                up = load(dO, ((token * R + r) * H + h) * P + p, ok & (p < P)).to(tl.float32)
-                g = up
+            up = up.to(tl.float32)
+            g = up * psi if Psi is not None else up
             if Z is not None:
                 g *= gate * sig
 
@@ -111,7 +123,7 @@ def _outputs_kernel(
             direct = tl.where(diagonal, scores + tl.load(D + h).to(tl.float32), scores)
         direct = pin(narrow(direct, dtype))
         if GRAD and not NORM:
-            gb = operand(g, dtype)
+            gb = left(g, dtype)
             gs, inner, on_diagonal = _through_scores(gb, vb, scores, mix, same, diagonal, dtype)
         sb_lo = narrow(s_lo, dtype)
         sb_hi = narrow(s_hi, dtype)
@@ -149,7 +161,7 @@ def _outputs_kernel(
                     g *= weight
                 g = scale * (g - unit * (tl.sum(g * unit, axis=2, keep_dims=True) / P))
                 put(dCore, ((token * H + h) * R + r) * P + p, g, ok & (p < P))
-                gb = operand(g, dtype)
+                gb = left(g, dtype)
                 gs, inner, on_diagonal = _through_scores(gb, vb, scores, mix, same, diagonal, dtype)
             d_skip += on_diagonal
             lo = dot(gb, sb_lo) * since
@@ -173,7 +185,7 @@ def _outputs_kernel(
             leave = share * tl.load(number + EXIT * row, mask=real, other=0.0)
             end = start + tl.minimum((j + 1) * C, reach) - 1
             kept = tl.exp2(tl.load(Scalars + head + end + CHI * row))
-            vw = tl.trans(pin(narrow(flat(v) * leave[:, None], dtype)))
+            vw = tl.trans(pin(narrow(right(v, tl.float32) * leave[:, None], dtype)))
             s_lo = dot(vw, k_lo, s_lo * kept)
             s_hi = dot(vw, k_hi, s_hi * kept)
     if GRAD:

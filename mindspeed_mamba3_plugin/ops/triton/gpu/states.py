@@ -12,7 +12,9 @@ from ..blocks import dot, narrow
 from ..chunks import Chunks
 from ..plan import GpuPlan
 from .angles import CHI, EXIT, SHARE, Turns
-from .tiles import load_by_rank, load_by_token, load_core_gradient, load_rotated, load_turn, operand
+from .tiles import (
+    core_gradient, left, load_by_rank, load_by_token, load_core_parts, load_halves, load_turn, right, rotated,
+)  # fmt: skip  # isort: skip
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -38,16 +40,22 @@ def _own_kernel(
         inside = j * C + c < reach
         token = start + j * C + c
         at = Scalars + head + token
+        cos, sin = load_turn(Cos, Sin, head + token, n, inside, A)
+        halves = load_halves(X, Bias, token, r, n, inside & (r < R), h, H, G, R, N)
         if REVERSE:
-            y = load_core_gradient(dO, Psi, Z, Zeta, Stored, token, r, p, inside, h, H, R, P)
+            parts = load_core_parts(dO, Psi, Z, Zeta, Stored, token, r, p, inside, h, H, R, P)
             weight = tl.exp2(tl.load(at + CHI * row, mask=inside, other=0.0))
+            y = core_gradient(parts)
         else:
-            y = load_by_token(V, token, p, inside, h, H, P) * load_by_rank(Phi, r, p, h, R, P)
+            v = load_by_token(V, token, p, inside, h, H, P)
+            phi = load_by_rank(Phi, r, p, h, R, P)
             weight = tl.load(at + SHARE * row, mask=inside, other=0.0)
             weight *= tl.load(at + EXIT * row, mask=inside, other=0.0)
-        cos, sin = load_turn(Cos, Sin, head + token, n, inside, A)
-        x_lo, x_hi = load_rotated(X, Bias, cos, sin, token, r, n, inside & (r < R), h, H, G, R, N, dtype)
-        y = tl.trans(operand(y * weight, dtype))
+            y = v.to(tl.float32) * phi.to(tl.float32)
+        x_lo, x_hi = rotated(halves, cos, sin)
+        x_lo = right(x_lo, dtype)
+        x_hi = right(x_hi, dtype)
+        y = tl.trans(left(y * weight, dtype))
         if J > 1:
             end = start + tl.minimum((j + 1) * C, reach) - 1
             kept = tl.exp2(tl.load(Scalars + head + end + CHI * row))

@@ -36,9 +36,15 @@ def tall(x, RP: tl.constexpr):
 
 
 @triton.jit
-def operand(x, dtype: tl.constexpr):
-    """[C, RP, W] in fp32 as rows of a matrix product."""
+def left(x, dtype: tl.constexpr):
+    """[C, RP, W] in fp32 as the left operand of a matrix product."""
     return pin(flat(narrow(x, dtype)))
+
+
+@triton.jit
+def right(x, dtype: tl.constexpr):
+    """[C, RP, W] in fp32 as the right operand of a matrix product: in shared memory, whatever made it."""
+    return flat(narrow(x, dtype))
 
 
 @triton.jit
@@ -47,53 +53,84 @@ def load(X, at, mask):
 
 
 @triton.jit
-def load_rotated(
-    X, Bias, cos, sin, token, r, n, ok, h, H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
-    dtype: tl.constexpr,
+def load_halves(
+    X, Bias, token, r, n, ok, h, H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
-    """The halves of X + Bias, rotated, as rows of a matrix product."""
+    """The halves of X [C, RP, NH] and of its bias [1, RP, NH]."""
     at = ((token * R + r) * G + h // (H // G)) * N + n
-    mask = ok & (n < N // 2)
-    by_rank = (r < R) & (n < N // 2)
     bias = (h * R + r) * N + n
-    lo = load(X, at, mask).to(tl.float32) + load(Bias, bias, by_rank).to(tl.float32)
-    hi = load(X, at + N // 2, mask).to(tl.float32) + load(Bias, bias + N // 2, by_rank).to(tl.float32)
-    return operand(lo * cos - hi * sin, dtype), operand(lo * sin + hi * cos, dtype)
+    real = n < N // 2
+    return (
+        load(X, at, ok & real), load(X, at + N // 2, ok & real),
+        load(Bias, bias, (r < R) & real), load(Bias, bias + N // 2, (r < R) & real),
+    )  # fmt: skip
+
+
+@triton.jit
+def rotated(halves, cos, sin):
+    """(X + Bias) rotated, in fp32."""
+    lo = halves[0].to(tl.float32) + halves[2].to(tl.float32)
+    hi = halves[1].to(tl.float32) + halves[3].to(tl.float32)
+    cos = cos.to(tl.float32)
+    sin = sin.to(tl.float32)
+    return lo * cos - hi * sin, lo * sin + hi * cos
 
 
 @triton.jit
 def load_turn(Cos, Sin, token, n, inside, A: tl.constexpr):
     """cos and sin of each token's angles, [C, 1, NH]; columns from A on are not rotated."""
     mask = inside & (n < A)
-    cos = tl.load(Cos + token * A + n, mask=mask, other=1.0).to(tl.float32)
-    return cos, tl.load(Sin + token * A + n, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(Cos + token * A + n, mask=mask, other=1.0), load(Sin, token * A + n, mask)
 
 
 @triton.jit
 def load_by_token(X, token, p, inside, h, H: tl.constexpr, P: tl.constexpr):
     """[C, 1, PP] of X [T, H, P]"""
-    return load(X, (token * H + h) * P + p, inside & (p < P)).to(tl.float32)
+    return load(X, (token * H + h) * P + p, inside & (p < P))
 
 
 @triton.jit
 def load_by_rank(X, r, p, h, R: tl.constexpr, P: tl.constexpr):
     """[1, RP, PP] of X [H, R, P]"""
-    return load(X, (h * R + r) * P + p, (r < R) & (p < P)).to(tl.float32)
+    return load(X, (h * R + r) * P + p, (r < R) & (p < P))
 
 
 @triton.jit
-def load_core_gradient(
+def load_out_gradient(
+    dO, token, r, p, inside, h, H: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
+    REDUCED: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the operator's output: [C, 1, PP], or [C, RP, PP] where the output is not reduced."""
+    if REDUCED:
+        g = load_by_token(dO, token, p, inside, h, H, P)
+    else:
+        g = load(dO, ((token * R + r) * H + h) * P + p, inside & (r < R) & (p < P))
+    return g
+
+
+@triton.jit
+def load_core_parts(
     dO, Psi, Z, Zeta, Stored, token, r, p, inside, h, H: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of O (the scan's own output) [C, RP, PP]. With a norm it needs O, and was stored by `bwd_fwd`."""
+    """What the gradient of O (the scan's own output) is made of. With a norm it needs O, and was stored by `bwd_fwd`."""
     if Stored is not None:
-        return load(Stored, ((token * H + h) * R + r) * P + p, inside & (r < R) & (p < P)).to(tl.float32)
-    if Psi is not None:
-        g = load_by_token(dO, token, p, inside, h, H, P) * load_by_rank(Psi, r, p, h, R, P)
+        whole = load(Stored, ((token * H + h) * R + r) * P + p, inside & (r < R) & (p < P))
     else:
-        g = load(dO, ((token * R + r) * H + h) * P + p, inside & (r < R) & (p < P)).to(tl.float32)
-    if Z is not None:
-        gate = load_by_token(Z, token, p, inside, h, H, P) * load_by_rank(Zeta, r, p, h, R, P)
+        whole = load_out_gradient(dO, token, r, p, inside, h, H, R, P, Psi is not None)
+    psi = load_by_rank(Psi, r, p, h, R, P) if Stored is None and Psi is not None else None
+    z = load_by_token(Z, token, p, inside, h, H, P) if Stored is None and Z is not None else None
+    zeta = load_by_rank(Zeta, r, p, h, R, P) if Stored is None and Z is not None else None
+    return whole, psi, z, zeta
+
+
+@triton.jit
+def core_gradient(parts):
+    """Gradient of O in fp32, [C, RP, PP]."""
+    g = parts[0].to(tl.float32)
+    if parts[1] is not None:
+        g *= parts[1].to(tl.float32)
+    if parts[2] is not None:
+        gate = parts[2].to(tl.float32) * parts[3].to(tl.float32)
         g *= gate * sigmoid(gate)
     return g
 
@@ -101,7 +138,7 @@ def load_core_gradient(
 @triton.jit
 def by_rank(x, picks, acc):
     """acc + the sum of x [C, RP, W] over its tokens, transposed: [W, RE]; `picks` [C * RP, RE] is `rank_columns`."""
-    return dot(tl.trans(operand(x, picks.dtype)), picks, acc)
+    return dot(tl.trans(left(x, picks.dtype)), picks, acc)
 
 
 @triton.jit
