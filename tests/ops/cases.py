@@ -109,6 +109,12 @@ def relative_error(ours: Tensor, true: Tensor) -> float:
     return float((ours - true).norm() / scale) if scale > 0 else float(ours.norm())
 
 
+def peak_error(ours: Tensor, true: Tensor) -> float:
+    """Largest error as a share of the largest true value."""
+    ours, true = ours.detach().cpu().double(), true.detach().cpu().double()
+    return float((ours - true).abs().max() / true.abs().max().clamp_min(1e-30)) if true.numel() else 0.0
+
+
 def gradient_errors(ours: Gradients, true: Gradients) -> dict[str, float]:
     """Relative L2 error by gradient; checks that the same gradients are absent."""
     errors = {}

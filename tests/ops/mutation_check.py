@@ -1,0 +1,128 @@
+"""Plant errors in a copy of the operator, one at a time, and see that the tests of the plain family notice each.
+
+Run by scripts/mutation_check.sh. A mutation that survives is a hole in the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+FAMILY = "mindspeed_mamba3_plugin/ops/triton/ascend"
+sys.path.insert(0, str(ROOT))
+
+from mindspeed_mamba3_plugin.ops.types import GRADIENT_NAMES  # noqa: E402
+
+
+class Mutation(NamedTuple):
+    """Replace `old`, which must occur exactly once in `path`, by `new`."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+
+
+_BACKWARD = "    return bwd_bwd(x, bwd_fwd(x, grad_out))\n"
+SCALED = [
+    Mutation(
+        f"{name} * 1.01",
+        f"{FAMILY}/__init__.py",
+        _BACKWARD,
+        f"    g = bwd_bwd(x, bwd_fwd(x, grad_out))\n"
+        f"    return g if g.{name} is None else g._replace({name}=g.{name} * 1.01)\n",
+    )
+    for name in GRADIENT_NAMES
+]
+SLIPS = [
+    Mutation(
+        "mask <= instead of <",
+        f"{FAMILY}/decay.py",
+        "tl.where(col < row, inside, tl.where(col == row",
+        "tl.where(col <= row, inside, tl.where(col == row",
+    ),
+    Mutation(
+        "next token's share of the scale dropped",
+        f"{FAMILY}/decay.py",
+        "gamma + d_next * rest_next",
+        "gamma + 0.0 * d_next * rest_next",
+    ),
+    Mutation("share past the end kept", f"{FAMILY}/decay.py", "following = t + 1 < reach", "following = t < reach"),
+    Mutation(
+        "angle of the neighbour",
+        f"{FAMILY}/angles.py",
+        "out = ((chunk * H + h) * C + t[:, None]) * NH",
+        "out = ((chunk * H + h) * C + (t[:, None] + 1) % C) * NH",
+    ),
+    Mutation(
+        "D dropped in the backward",
+        f"{FAMILY}/values.py",
+        "grad += skip * tl.load(do + place)",
+        "grad += 0.0 * skip * tl.load(do + place)",
+    ),
+    Mutation(
+        "a chunk's own decay left out of the scan",
+        f"{FAMILY}/states.py",
+        "state = state * tl.load(whole + chunk * H + h) + tl.load(own + at)",
+        "state = state + tl.load(own + at)",
+    ),
+    Mutation(
+        "last chunk's decay with the padding",
+        f"{FAMILY}/decay.py",
+        "a = tl.load(adt + base + t, mask=here, other=0.0)",
+        "a = tl.load(adt + base + t, mask=here, other=-1.0)",
+    ),
+    Mutation(
+        "what crosses into later chunks dropped from the angle gradient",
+        f"{FAMILY}/angles.py",
+        "more = tl.where(reach > C, A, 0)",
+        "more = tl.where(reach > C, 0, 0)",
+    ),
+    Mutation("heads of a group summed once too few", f"{FAMILY}/rotate.py", "(g + 1) * (H // G)", "(g + 1) * (H // G) - (H // G - 1)"),
+    Mutation("norm's mean over padding", f"{FAMILY}/gate.py", "tl.sum(dy * unit, axis=2)[:, :, None] / P", "tl.sum(dy * unit, axis=2)[:, :, None] / PP"),
+    Mutation("carry of the two-sum ignored, whole turns kept", f"{FAMILY}/angles.py", "turn = wrap(total)", "turn = total + 0.5"),
+]  # fmt: skip
+
+
+def survives(mutation: Mutation) -> bool:
+    """True when the tests pass on the mutated copy."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        shutil.copytree(ROOT / "mindspeed_mamba3_plugin", copy / "mindspeed_mamba3_plugin")
+        shutil.copytree(ROOT / "tests", copy / "tests")
+        target = copy / mutation.path
+        text = target.read_text()
+        if text.count(mutation.old) != 1:
+            raise SystemExit(f"{mutation.name}: its text occurs {text.count(mutation.old)} times in {mutation.path}")
+        target.write_text(text.replace(mutation.old, mutation.new))
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/ops/test_kernels.py",
+             "-k", "ascend and options_in_fp32"],
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy)},
+            capture_output=True,
+            text=True,
+        )  # fmt: skip
+        if run.returncode not in (0, 1):
+            raise SystemExit(f"{mutation.name}: the tests did not run\n{run.stdout}{run.stderr}")
+        return run.returncode == 0
+
+
+def main() -> int:
+    survivors = []
+    for mutation in (*SCALED, *SLIPS):
+        alive = survives(mutation)
+        survivors += [mutation.name] * alive
+        print(f"{'SURVIVED' if alive else 'caught':<9} {mutation.name}", flush=True)
+    print(f"{len(SCALED) + len(SLIPS)} mutations, {len(survivors)} survived")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
