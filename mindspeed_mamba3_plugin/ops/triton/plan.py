@@ -30,6 +30,7 @@ class Plan:
     state_rows: int  # rows of the state that one program of a scan carries
     cube_cores: int  # upper bound of programs of a kernel with products; 0 is one program a task
     vector_cores: int  # the same for element-wise kernels
+    mixed: dict[str, int]  # launch options of kernels with both
 
     @property
     def M(self) -> int:
@@ -67,10 +68,12 @@ def plain_plan(N: int, P: int, R: int, dtype: torch.dtype, target: str) -> Plan:
     if target == "npu":
         rows = 64 if NH >= 128 or PP >= 128 or RP == 1 else 128
         cores = _ascend_cores()
-        return Plan(max(16, rows // RP), RP, NH, PP, 4096, 32, cores[0], cores[1])
+        # Without the option the compiler gives all element-wise work to the first of a cube core's two vector cores.
+        mixed = {"set_workspace_multibuffer": 1}
+        return Plan(max(16, rows // RP), RP, NH, PP, 4096, 32, cores[0], cores[1], mixed)
     # A GPU holds the row tiles in registers; the interpreter is fastest with few, large programs.
     rows = 64 if target == "cuda" else 128
-    return Plan(max(16, rows // RP), RP, NH, PP, 4096 if target == "cuda" else 1 << 20, 16, 0, 0)
+    return Plan(max(16, rows // RP), RP, NH, PP, 4096 if target == "cuda" else 1 << 20, 16, 0, 0, {})
 
 
 @dataclass(frozen=True)
@@ -127,5 +130,5 @@ def target_of(device: torch.device) -> str:
 def _ascend_cores() -> tuple[int, int]:
     from triton.runtime import driver
 
-    properties = driver.active.utils.get_device_properties(torch.npu.current_device())
+    properties = driver.active.utils.get_device_properties(driver.active.get_current_device())
     return properties["num_aicore"], properties["num_vectorcore"]

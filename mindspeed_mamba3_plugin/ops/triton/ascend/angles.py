@@ -28,8 +28,8 @@ def _angles_kernel(
         task = tl.cast(i, tl.int64)
         h = task % H
         sequence = task // H
-        turn = tl.zeros((AP,), dtype=tl.float32)
-        rest = tl.zeros((AP,), dtype=tl.float32)
+        turn = tl.zeros((1, AP), dtype=tl.float32)
+        rest = tl.zeros((1, AP), dtype=tl.float32)
         for chunk in range(tl.load(bounds + sequence), tl.load(bounds + sequence + 1)):
             start = tl.load(table + chunk * 4).to(tl.int64)
             batch = tl.load(table + chunk * 4 + 3).to(tl.int64)
@@ -41,17 +41,17 @@ def _angles_kernel(
                 other=0.0,
             ).to(tl.float32)
             turns = tl.cumsum(wrap(tanh(angle) * step[:, None]), axis=0)
-            theta = wrap(turn[None, :] + wrap(turns)) * _PI
+            theta = wrap(turn + wrap(turns)) * _PI
             out = ((chunk * H + h) * C + t[:, None]) * NH + n[None, :]
             tl.store(cos + out, tl.cos(theta), mask=n[None, :] < A)
             tl.store(sin + out, tl.sin(theta), mask=n[None, :] < A)
             # Two-sum of the chunk's turns: what `turn` cannot hold stays in `rest`.
-            more = wrap(tl.sum(tl.where((t == C - 1)[:, None], turns, 0.0), axis=0)) + rest
+            more = wrap(tl.sum(tl.where((t == C - 1)[:, None], turns, 0.0), axis=0)[None, :]) + rest
             total = turn + more
             part = total - turn
             rest = (turn - (total - part)) + (more - part)
             turn = wrap(total)
-        tl.store(final + task * A + n, (turn - 2.0 * tl.floor(0.5 * turn)) * _PI, mask=n < A)
+        tl.store(final + task * A + n[None, :], (turn - 2.0 * tl.floor(0.5 * turn)) * _PI, mask=n[None, :] < A)
 
 
 def angles(x: Inputs, chunks: Chunks, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,9 +99,8 @@ def _angles_bwd_kernel(
         tl.store(dangles + place, narrow(dhalf * step[:, None] * (1.0 - y * y), dangles.dtype.element_ty), mask=seen)
 
         # beta_t = dt_t sigmoid(-Trap_t) belongs to the scale of the token before: s_{t-1} = gamma_{t-1} + beta_t.
-        before = tl.where(t == 0, row - H * C + C - 1, row - 1)
-        dbeta = tl.load(ds + before, mask=here & (t + done > 0), other=0.0)
-        dgam = tl.load(dgamma + row, mask=here, other=0.0)
+        dbeta = tl.load(ds + steps - 1, mask=here & (t >= 1 - done), other=0.0)
+        dgam = tl.load(dgamma + steps, mask=here, other=0.0)
         z = tl.load(trap + steps, mask=here, other=0.0).to(tl.float32)
         weight = sigmoid(z)
         rest = sigmoid(-z)
@@ -114,7 +113,7 @@ def angles_bwd(
     x: Inputs, chunks: Chunks, plan: Plan, dtheta: Tensor, dturn: Tensor, dgamma: Tensor, ds: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From the gradients of the angles, token by token (dtheta [chunks, H, C, NH]) and for all that crosses a
-    chunk's start (dturn [chunks, H, NH]), and those of gamma and s [chunks, H, C], to dAngles, dDT and dTrap."""
+    chunk's start (dturn [chunks, H, NH]), and those of gamma and s [B, H, S], to dAngles, dDT and dTrap."""
     H, S, A = x.V.shape[2], x.Q.shape[1], x.Angles.shape[3]
     dangles, ddt, dtrap = torch.empty_like(x.Angles), torch.empty_like(x.DT), torch.empty_like(x.Trap)
     tasks = chunks.count * H

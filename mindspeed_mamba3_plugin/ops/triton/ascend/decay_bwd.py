@@ -48,18 +48,20 @@ def _decay_bwd_kernel(
         start = tl.load(table + chunk * 4)
         batch = tl.load(table + chunk * 4 + 3)
         target = (batch.to(tl.int64) * H + h) * S + (start - batch * S) + t
-        tl.store(dadt + target, narrow(da, dadt.dtype.element_ty), mask=t < tl.load(table + chunk * 4 + 1))
-        tl.store(ds + task * C + t, scale_grad)
-        tl.store(dgamma + task * C + t, tl.sum(tl.where(col == row, dmix, 0.0), axis=1) + scale_grad)
+        here = t < tl.load(table + chunk * 4 + 1)
+        tl.store(dadt + target, narrow(da, dadt.dtype.element_ty), mask=here)
+        tl.store(ds + target, scale_grad, mask=here)
+        tl.store(dgamma + target, tl.sum(tl.where(col == row, dmix, 0.0), axis=1) + scale_grad, mask=here)
 
 
 def decay_bwd(
     x: Inputs, chunks: Chunks, plan: Plan, dmixing: Tensor, dcarry_in: Tensor, dcarry_out: Tensor, dwhole: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dADT, and the gradients of gamma (its share in s included) and of s, fp32 [chunks, H, C]."""
+    """Returns dADT, and the gradients of gamma (its share in s included) and of s, fp32 [B, H, S]."""
     H, S = x.V.shape[2], x.Q.shape[1]
     dadt = torch.empty_like(x.ADT)
-    dgamma, ds = torch.empty_like(dcarry_in), torch.empty_like(dcarry_in)
+    dgamma = torch.empty(x.ADT.shape, dtype=torch.float32, device=x.ADT.device)
+    ds = torch.empty_like(dgamma)
     tasks = chunks.count * H
     _decay_bwd_kernel[plan.vector_grid(tasks)](
         dmixing, dcarry_in, dcarry_out, dwhole, x.ADT, x.DT, x.Trap, chunks.table, dadt, dgamma, ds, tasks, H, S,

@@ -44,8 +44,8 @@ def outputs(q: Tensor, k: Tensor, v: Tensor, states: Tensor, mixing: Tensor, pla
     carried = torch.empty_like(inside)
     tasks = q.shape[0] * q.shape[1]
     _outputs_kernel[plan.cube_grid(tasks)](
-        q, k, v, states, mixing, inside, carried, tasks, C=plan.C, RP=plan.RP, N2=plan.N2, PP=plan.PP
-    )
+        q, k, v, states, mixing, inside, carried, tasks, C=plan.C, RP=plan.RP, N2=plan.N2, PP=plan.PP, **plan.mixed,
+    )  # fmt: skip
     return inside, carried
 
 
@@ -107,6 +107,6 @@ def products(
     tasks = q.shape[0] * q.shape[1]
     _products_kernel[plan.cube_grid(tasks)](
         q, k, v, v_out, do, do_in, states, dstates, mixing, dq, dk, dv, carried, dmixing, tasks,
-        C=plan.C, RP=plan.RP, N2=plan.N2, PP=plan.PP,
+        C=plan.C, RP=plan.RP, N2=plan.N2, PP=plan.PP, **plan.mixed,
     )  # fmt: skip
     return dq, dk, dv, carried, dmixing
