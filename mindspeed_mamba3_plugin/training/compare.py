@@ -27,7 +27,7 @@ from . import data, records
 from .config import RunConfig
 from .judge import judge
 from .report import write_report
-from .trainer import parse_plant
+from .trainer import NOT_FINITE, parse_plant
 
 
 class RunFailed(RuntimeError):
@@ -130,7 +130,7 @@ def _process(variant: Variant, module: str, *arguments: str | Path) -> None:
     status = subprocess.run(command, env=variant.environment()).returncode
     if status in (130, -signal.SIGINT):
         raise KeyboardInterrupt
-    if status:
+    if status not in (0, NOT_FINITE):
         raise RunFailed(f"the {variant.name} process ended with status {status}; its messages are above")
 
 

@@ -25,6 +25,8 @@ from . import data
 from .config import RunConfig
 from .records import Recorder, Step, identity, versions
 
+NOT_FINITE = 3  # exit status of a run that stopped at a value that is not finite; its records are complete
+
 
 def train(
     run: RunConfig,
@@ -64,6 +66,9 @@ def train(
         summary = {
             "identity": identified,
             "planted": plant or {},
+            "steps": step.step,
+            "last_loss": step.loss,
+            "nonfinite": step.nonfinite,
             "weights": job.weights,
             "data": job.seen.hexdigest(),
             "parameters": job.parameters,
@@ -193,7 +198,7 @@ def parse_plant(text: str) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line of one run. Returns the exit status: 0, 1 (a number was not finite), 2 (usage) or 130 (Ctrl-C)."""
+    """Command line of one run. Returns the exit status: 0, 2 (usage), NOT_FINITE or 130 (Ctrl-C)."""
     parser = argparse.ArgumentParser(prog="train.py", description="Train one hybrid Mamba-3 model from a YAML file.")
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument("--out", type=Path, help="folder of the run's records (default: runs/<name of the file>)")
@@ -211,10 +216,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     folder = args.out or Path("runs") / Path(args.config).stem
     try:
-        train(run, folder, plant, args.text, args.label)
+        summary = train(run, folder, plant, args.text, args.label)
     except KeyboardInterrupt:
         return 130
-    return 0
+    finite = summary["nonfinite"] is None
+    if finite:
+        line = f"{summary['steps']} steps, last loss {summary['last_loss']:.4f}"
+    else:
+        line = f"stopped at step {summary['steps']}, {summary['nonfinite']} is not finite"
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{args.label}: {line}; see {folder}", flush=True)
+    return 0 if finite else NOT_FINITE
 
 
 if __name__ == "__main__":

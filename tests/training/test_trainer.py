@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 from small_runs import SMALL
 
 from mindspeed_mamba3_plugin.ops import reference
 from mindspeed_mamba3_plugin.training import records
 from mindspeed_mamba3_plugin.training.config import RunConfig
-from mindspeed_mamba3_plugin.training.trainer import train
+from mindspeed_mamba3_plugin.training.trainer import NOT_FINITE, main, train
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def test_another_seed_gives_other_weights_and_data(finished, small, text, tmp_pa
     assert other["data"] != finished[0][0].summary["data"]
 
 
-def test_training_stops_at_the_first_value_that_is_not_finite(small, text, tmp_path, monkeypatch):
+def test_training_stops_at_the_first_value_that_is_not_finite(small, text, tmp_path, monkeypatch, capsys):
     original = reference.backward
 
     def broken(x, grad_out):
@@ -62,7 +63,10 @@ def test_training_stops_at_the_first_value_that_is_not_finite(small, text, tmp_p
         return grads._replace(dd=torch.full_like(grads.dd, math.nan))
 
     monkeypatch.setattr(reference, "backward", broken)
-    train(small, tmp_path, text=text)
+    config = tmp_path / "small.yaml"
+    config.write_text(yaml.safe_dump(small.to_mapping()))
+    assert main(["--config", str(config), "--out", str(tmp_path), "--text", str(text)]) == NOT_FINITE
+    assert "stopped at step 1, gradient of decoder.layers.0.mixer.D is not finite" in capsys.readouterr().out
     run = records.read(tmp_path)
     assert len(run.steps) == 1
     assert run.steps[0].nonfinite == "gradient of decoder.layers.0.mixer.D"
