@@ -84,10 +84,20 @@ SLIPS = [
         "more = tl.where(reach > C, A, 0)",
         "more = tl.where(reach > C, 0, 0)",
     ),
-    Mutation("heads of a group summed once too few", f"{FAMILY}/rotate.py", "(g + 1) * (H // G)", "(g + 1) * (H // G) - (H // G - 1)"),
-    Mutation("norm's mean over padding", f"{FAMILY}/gate.py", "tl.sum(dy * unit, axis=2)[:, :, None] / P", "tl.sum(dy * unit, axis=2)[:, :, None] / PP"),
-    Mutation("carry of the two-sum ignored, whole turns kept", f"{FAMILY}/angles.py", "turn = wrap(total)", "turn = total + 0.5"),
-]  # fmt: skip
+    Mutation(
+        "heads of a group summed too few",
+        f"{FAMILY}/rotate.py",
+        "(g + 1) * (H // G)",
+        "(g + 1) * (H // G) - (H // G - 1)",
+    ),
+    Mutation(
+        "norm's mean over padding",
+        f"{FAMILY}/gate.py",
+        "tl.sum(dy * unit, axis=2)[:, :, None] / P",
+        "tl.sum(dy * unit, axis=2)[:, :, None] / PP",
+    ),
+    Mutation("half a turn too much a chunk", f"{FAMILY}/angles.py", "turn = wrap(total)", "turn = total + 0.5"),
+]
 
 
 def survives(mutation: Mutation) -> bool:

@@ -39,6 +39,7 @@ OPTIONS = {
     "one token": {"S": 1},
     "no token": {"S": 0},
     "odd sizes": {"N": 20, "P": 10, "S": 21},
+    "odd sizes, norm": {"N": 12, "P": 9, "S": 21, "norm": True},
     "tall state": {"H": 1, "N": 64, "P": 16, "S": 20},
     "packed": {"S": 50, "cu_seqlens": [0, 17, 17, 33, 34, 50]},
     "packed, empty ends": {"S": 20, "cu_seqlens": [0, 0, 20, 20]},

@@ -1,10 +1,9 @@
 """Every Triton family on shapes and options that nobody chose; the seeds are fixed, so that a failure comes again."""
 
 import hypothesis.strategies as st
+from cases import make
 from hypothesis import HealthCheck, given, settings
 from test_kernels import DEVICE, check, family, small_tiles  # noqa: F401  (fixtures)
-
-from cases import make
 
 
 @st.composite
