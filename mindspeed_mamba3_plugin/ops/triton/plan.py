@@ -66,11 +66,12 @@ def plain_plan(N: int, P: int, R: int, dtype: torch.dtype, target: str) -> Plan:
     if NH > 256 or PP > 256 or RP > 64:
         raise ValueError(f"N = {N}, P = {P}, R = {R}: the Triton kernels take N <= 512, P <= 256 and R <= 64")
     if target == "npu":
-        rows = 64 if NH >= 128 or PP >= 128 or RP == 1 else 128
+        wide = dtype == torch.float32
+        rows = 64 if NH >= 128 or PP >= 128 or RP == 1 or wide else 128
         cores = _ascend_cores()
         # Without the option the compiler gives all element-wise work to the first of a cube core's two vector cores.
         mixed = {"set_workspace_multibuffer": 1}
-        return Plan(max(16, rows // RP), RP, NH, PP, 4096, 32, cores[0], cores[1], mixed)
+        return Plan(max(16, rows // RP), RP, NH, PP, 2048 if wide else 4096, 32, *cores, mixed)
     # A GPU holds the row tiles in registers; the interpreter is fastest with few, large programs.
     rows = 64 if target == "cuda" else 128
     return Plan(max(16, rows // RP), RP, NH, PP, 4096 if target == "cuda" else 1 << 20, 16, 0, 0, {})
@@ -91,7 +92,7 @@ class GpuPlan:
     forward: dict[str, int]  # launch options of the outputs' kernel, forward
     outputs: dict[str, int]  # of the same, in `bwd_fwd`
     inputs: dict[str, int]  # of the inputs' kernel
-    turn_dtype: torch.dtype  # of the cosines and sines kept between kernels
+    store_dtype: torch.dtype  # of cosines, sines and small weights as the kernels read them
 
     @property
     def L(self) -> int:

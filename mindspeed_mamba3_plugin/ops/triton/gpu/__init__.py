@@ -20,15 +20,18 @@ from . import states
 from .angles import Turns, turns
 from .inputs import input_gradients
 from .outputs import output_gradients, outputs
-from .sums import over_heads, scalar_gradients
+from .sums import over_chunks, over_heads, scalar_gradients
 
 _NAME = "triton-gpu"
+_WEIGHTS = ("Q_bias", "K_bias", "MIMO_V", "MIMO_Z", "MIMO_Out")
 
 
 @dataclass
 class Residuals:
     """What `bwd_fwd` hands to `bwd_bwd`."""
 
+    inputs: Inputs  # as the kernels take them
+    plan: GpuPlan
     chunks: Chunks
     turns: Turns
     states: Tensor  # entering states [chunks, H, 2, NH, PP]
@@ -59,13 +62,14 @@ def bwd_fwd(x: Inputs, grad_out: Tensor) -> tuple[dict[str, Tensor | None], Resi
     second half takes from it."""
     registry.count(_NAME, "bwd_fwd")
     x, plan = _prepared(x)
-    H, R, N, P = x.V.shape[2], x.Q.shape[2], x.Q.shape[4], x.V.shape[3]
+    _, _, H, _, R, N, P = x.sizes
+    grad_out = grad_out.contiguous()
     chunks = cut(x, plan.L)
     at = turns(x, plan, chunks)
     entering = states.own(x, plan, chunks, at, None, None)
     states.scan_forward(entering, at, chunks, False)
-    found = output_gradients(x, plan, chunks, at, entering, grad_out.contiguous())
-    bias, psi, zeta, weight, skip = found["part"].sum(0).split((R * N, R * P, R * P, R * P, 1), dim=-1)
+    found = output_gradients(x, plan, chunks, at, entering, grad_out)
+    bias, psi, zeta, weight, skip = over_chunks(found.pop("part")).split((R * N, R * P, R * P, R * P, 1), dim=-1)
     grads = {
         "dq": over_heads(found.pop("dq"), x),
         "dq_bias": bias.view(H, R, N),
@@ -75,22 +79,21 @@ def bwd_fwd(x: Inputs, grad_out: Tensor) -> tuple[dict[str, Tensor | None], Resi
         "dz": found["dz"],
         "dnorm_weight": None if x.outproj_norm_weight is None else weight.view(H, R, P).sum(1),
     }
-    return grads, Residuals(chunks, at, entering, grad_out, found["core"], found["sinks"], found["d_theta"])
+    return grads, Residuals(x, plan, chunks, at, entering, grad_out, found["core"], found["sinks"], found["d_theta"])
 
 
 def bwd_bwd(x: Inputs, residuals: Residuals) -> dict[str, Tensor]:
     """Second half of the backward: the remaining gradients. It uses `residuals` up."""
     registry.count(_NAME, "bwd_bwd")
-    x, plan = _prepared(x)
-    H, R, N, P = x.V.shape[2], x.Q.shape[2], x.Q.shape[4], x.V.shape[3]
-    r, chunks, at = residuals, residuals.chunks, residuals.turns
-    grad_out = r.grad_out.contiguous()
+    r, plan, chunks, at = residuals, residuals.plan, residuals.chunks, residuals.turns
+    x, grad_out = r.inputs, r.grad_out
+    _, _, H, _, R, N, P = x.sizes
     leaving = states.own(x, plan, chunks, at, grad_out, r.core)
     through = states.scan_backward(leaving, at, chunks, r.states)
     del residuals.states
     found = input_gradients(x, plan, chunks, at, leaving, grad_out, r.core, r.d_theta)
     del leaving
-    bias, phi = found["part"].sum(0).split((R * N, R * P), dim=-1)
+    bias, phi = over_chunks(found.pop("part")).split((R * N, R * P), dim=-1)
     dk = over_heads(found.pop("dk"), x)
     d_angles, d_adt, d_dt, d_trap = scalar_gradients(
         x, plan, chunks, r.d_theta, through, at.scalars, r.sinks, found["sources"]
@@ -113,10 +116,16 @@ def backward(x: Inputs, grad_out: Tensor) -> Gradients:
 
 
 def _prepared(x: Inputs) -> tuple[Inputs, GpuPlan]:
-    """The inputs, contiguous, and the tile plan."""
+    """The inputs as the kernels take them (contiguous, small weights in the plan's dtype), and the tile plan."""
     *_, R, N, P = x.sizes
     plan = gpu_plan(N, P, R, x.dtype, _capability(x.Q.device))
-    return replace(x, **{n: t.contiguous() for n, t in zip(TENSOR_ARGS, x.tensors, strict=True) if t is not None}), plan
+    given = {n: t.contiguous() for n, t in zip(TENSOR_ARGS, x.tensors, strict=True) if t is not None}
+    weights = {n: given[n] for n in _WEIGHTS if n in given}
+    if any(t.dtype != plan.store_dtype for t in weights.values()):
+        whole = torch.cat([t.flatten().float() for t in weights.values()]).to(plan.store_dtype)
+        parts = whole.split([t.numel() for t in weights.values()])
+        given.update({n: part.view(t.shape) for (n, t), part in zip(weights.items(), parts, strict=True)})
+    return replace(x, **given), plan
 
 
 def _capability(device: torch.device) -> int:
@@ -132,7 +141,7 @@ def _no_states(x: Inputs, plan: GpuPlan) -> Tensor:
 
 
 def _state(x: Inputs, chunks: Chunks, at: Turns, last: Tensor) -> State:
-    B, S, H, G, R, N, P = x.sizes
+    _, _, H, G, R, N, P = x.sizes
     half = N // 2
     chunk, token, used = chunks.last_tokens()
     turn = at.last.float() * math.pi  # [sequences, H, A]

@@ -129,8 +129,8 @@ def turns(x: Inputs, plan: GpuPlan, chunks: Chunks) -> Turns:
     AP, new = triton.next_power_of_2(A), partial(torch.empty, device=x.Q.device)
     sums, before = (new(chunks.count, H, A, dtype=torch.float64) for _ in range(2))
     result = Turns(
-        cos=new(H, T, A, dtype=plan.turn_dtype),
-        sin=new(H, T, A, dtype=plan.turn_dtype),
+        cos=new(H, T, A, dtype=plan.store_dtype),
+        sin=new(H, T, A, dtype=plan.store_dtype),
         scalars=new(5, H, T, dtype=torch.float32),
         decay=new(chunks.count, H, dtype=torch.float32),
         last=new(chunks.sequences, H, A, dtype=torch.float64),

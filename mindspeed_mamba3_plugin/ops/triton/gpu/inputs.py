@@ -16,8 +16,8 @@ from ..chunks import Chunks
 from ..plan import GpuPlan
 from .angles import CHI, CLO, EXIT, OWN, SHARE, Turns
 from .tiles import (
-    by_rank, core_gradient, left, load, load_by_rank, load_by_token, load_core_parts, load_halves, load_turn,
-    per_token, pin, put, rank_columns, right, rotated, store_by_rank, tall,
+    by_rank, core_gradient, left, load, load_by_row, load_by_token, load_core_parts, load_halves, load_turn,
+    per_token, pin, pin_halves, pin_parts, power2, put, rank_columns, right, rotated, store_by_rank, tall,
 )  # fmt: skip  # isort: skip
 
 
@@ -61,10 +61,8 @@ def _inputs_kernel(
         k_halves = load_halves(K, K_bias, token, r, n, ok, h, H, G, R, N)
         q_halves = load_halves(Q, Q_bias, token, r, n, ok, h, H, G, R, N)
         vt = load_by_token(V, token, p, inside, h, H, P)
-        phi = load_by_rank(Phi, r, p, h, R, P)
+        phi = load_by_row(Phi, r, p, ok, h, R, P)
         parts = load_core_parts(dO, Psi, Z, Zeta, Stored, token, r, p, inside, h, H, R, P)
-        at = (head + token) * A + n
-        theta = load(dTheta, at, inside & (n < A))
         local = j * C + rows // RP
         real = local < reach
         number = Scalars + head + start + local
@@ -73,22 +71,25 @@ def _inputs_kernel(
         share = tl.load(number + SHARE * row, mask=real, other=0.0)
         own = tl.load(number + OWN * row, mask=real, other=0.0)
         leave = tl.load(number + EXIT * row, mask=real, other=0.0)
+        cos = pin(cos).to(tl.float32)
+        sin = pin(sin).to(tl.float32)
+        k_halves = pin_halves(k_halves)
+        q_halves = pin_halves(q_halves)
+        vt = pin(vt)
+        phi = pin(phi)
+        parts = pin_parts(parts)
         reaches = (local[None, :] >= local[:, None]) & real[None, :]
         same = local[None, :] == local[:, None]
-        fade = tl.exp2(tl.where(reaches, (chi[None, :] - chi[:, None]) + (clo[None, :] - clo[:, None]), -float("inf")))
-        cos = cos.to(tl.float32)
-        sin = sin.to(tl.float32)
+        fade = power2(tl.where(reaches, (chi[None, :] - chi[:, None]) + (clo[None, :] - clo[:, None]), -float("inf")))
         q_lo, q_hi = rotated(q_halves, cos, sin)
         q_lo = right(q_lo, dtype)
         q_hi = right(q_hi, dtype)
         g = core_gradient(parts)
         gb = right(g, dtype)
-        vt = vt.to(tl.float32)
-        phi = phi.to(tl.float32)
         k_lo, k_hi = rotated(k_halves, cos, sin)
         k_lo = left(k_lo, dtype)
         k_hi = left(k_hi, dtype)
-        vb = left(vt * phi, dtype)
+        vb = left(vt.to(tl.float32) * phi.to(tl.float32), dtype)
         kq = dot(k_lo, tl.trans(q_lo))
         kq = dot(k_hi, tl.trans(q_hi), kq)
         vg = dot(vb, tl.trans(gb))
@@ -112,12 +113,19 @@ def _inputs_kernel(
         put(Sources + 2 * row, at_s, per_token(tl.sum(dv * vb.to(tl.float32), axis=1), C, RP), real_c)
         dv = tall(dot(direct, gb, dv * share[:, None]), RP)
         picks = rank_columns(rows % RP, RE, dtype)
+        vt = load_by_token(V, token, p, inside, h, H, P).to(tl.float32)
+        phi = load_by_row(Phi, r, p, ok, h, R, P).to(tl.float32)
         d_phi = by_rank(dv * vt, picks, d_phi)
         put(dV, (token * H + h) * P + p, tl.sum(dv * phi, axis=1, keep_dims=True), inside & (p < P))
 
         weight = (share * leave)[:, None]
         lo = tall(dot(gs, q_lo, dot(vb, sb_lo) * weight), RP)
         hi = tall(dot(gs, q_hi, dot(vb, sb_hi) * weight), RP)
+        at = (head + token) * A + n
+        theta = load(dTheta, at, inside & (n < A))
+        cos, sin = load_turn(Cos, Sin, head + token, n, inside, A)
+        cos = cos.to(tl.float32)
+        sin = sin.to(tl.float32)
         turn = tl.sum(hi * tall(k_lo, RP).to(tl.float32) - lo * tall(k_hi, RP).to(tl.float32), axis=1, keep_dims=True)
         put(dTheta, at, turn + theta, inside & (n < A))
         to = ((token * R + r) * H + h) * N + n
@@ -130,7 +138,7 @@ def _inputs_kernel(
         if J > 1:
             end = start + tl.minimum((j + 1) * C, reach) - 1
             kept = tl.exp2(tl.load(Scalars + head + end + CHI * row))
-            gw = tl.trans(pin(narrow(right(g, tl.float32) * tl.exp2(chi)[:, None], dtype)))
+            gw = tl.trans(pin(narrow(right(g, tl.float32) * power2(chi)[:, None], dtype)))
             s_lo = dot(gw, q_lo, s_lo * kept)
             s_hi = dot(gw, q_hi, s_hi * kept)
     part = Part + task * (R * (N + P))

@@ -11,24 +11,22 @@ import triton.language as tl
 from torch import Tensor
 
 from ...types import Inputs
-from ..blocks import dot, narrow, sigmoid
+from ..blocks import dot, narrow
 from ..chunks import Chunks
 from ..plan import GpuPlan
 from .angles import CHI, CLO, EXIT, OWN, SHARE, Turns
 from .tiles import (
-    by_rank, left, load, load_by_rank, load_by_token, load_halves, load_out_gradient, load_turn, per_token, pin, put,
-    rank_columns, right, rotated, store_by_rank, tall,
+    by_rank, core_gradient, left, load, load_by_rank, load_by_row, load_by_token, load_core_parts, load_halves, load_out_gradient, load_turn, per_token, pin,
+    pin_halves, pin_parts, power2, put, rank_columns, right, rotated, sigmoid, store_by_rank, tall,
 )  # fmt: skip  # isort: skip
 
 
 @triton.jit
-def _through_scores(gb, vb, scores, mix, same, diagonal, dtype: tl.constexpr):
-    """From the gradient of O to that of the products q k^T, the sum of each row over other tokens of the block, and
-    the sum over the diagonal."""
+def _through_scores(gb, vb, scores, mix, same, dtype: tl.constexpr):
+    """From the gradient of O to that of the products q k^T, and the sum of each row over other tokens of the block."""
     gv = dot(gb, tl.trans(vb))
     inner = tl.sum(tl.where(same, 0.0, scores * gv), axis=1)
-    on_diagonal = tl.sum(tl.sum(tl.where(diagonal, gv, 0.0), axis=1), axis=0)
-    return pin(narrow(mix * gv, dtype)), inner, on_diagonal
+    return pin(narrow(mix * gv, dtype)), inner
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -71,14 +69,9 @@ def _outputs_kernel(
         k_halves = load_halves(K, K_bias, token, r, n, ok, h, H, G, R, N)
         q_halves = load_halves(Q, Q_bias, token, r, n, ok, h, H, G, R, N)
         v_token = load_by_token(V, token, p, inside, h, H, P)
-        phi = load_by_rank(Phi, r, p, h, R, P)
-        if Psi is not None:
-            psi = load_by_rank(Psi, r, p, h, R, P)
-        if Z is not None:
-            z = load_by_token(Z, token, p, inside, h, H, P)
-            zeta = load_by_rank(Zeta, r, p, h, R, P)
-        if GRAD:
-            up = load_out_gradient(dO, token, r, p, inside, h, H, R, P, Psi is not None)
+        phi = load_by_row(Phi, r, p, ok, h, R, P)
+        if GRAD and not NORM:
+            parts = load_core_parts(dO, Psi, Z, Zeta, None, token, r, p, inside, h, H, R, P)
         local = j * C + rows // RP
         real = local < reach
         number = Scalars + head + start + local
@@ -86,15 +79,19 @@ def _outputs_kernel(
         clo = tl.load(number + CLO * row, mask=real, other=0.0)
         share = tl.load(number + SHARE * row, mask=real, other=0.0)
         own = tl.load(number + OWN * row, mask=real, other=0.0)
+        cos = pin(cos).to(tl.float32)
+        sin = pin(sin).to(tl.float32)
+        k_halves = pin_halves(k_halves)
+        q_halves = pin_halves(q_halves)
+        v_token = pin(v_token)
+        phi = pin(phi)
+        if GRAD and not NORM:
+            parts = pin_parts(parts)
         reaches = (local[:, None] >= local[None, :]) & real[:, None]
         same = local[:, None] == local[None, :]
-        mix = tl.exp2(tl.where(reaches, (chi[:, None] - chi[None, :]) + (clo[:, None] - clo[None, :]), -float("inf")))
+        mix = power2(tl.where(reaches, (chi[:, None] - chi[None, :]) + (clo[:, None] - clo[None, :]), -float("inf")))
         mix = tl.where(same, own[None, :], mix * share[None, :])
-        since = tl.exp2(chi)[:, None]
-        diagonal = rows[:, None] == rows[None, :]
-
-        cos = cos.to(tl.float32)
-        sin = sin.to(tl.float32)
+        since = power2(chi)[:, None]
         k_lo, k_hi = rotated(k_halves, cos, sin)
         k_lo = right(k_lo, dtype)
         k_hi = right(k_hi, dtype)
@@ -103,28 +100,29 @@ def _outputs_kernel(
         q_lo, q_hi = rotated(q_halves, cos, sin)
         q_lo = left(q_lo, dtype)
         q_hi = left(q_hi, dtype)
-        if Psi is not None:
-            psi = psi.to(tl.float32)
-        if Z is not None:
-            z = z.to(tl.float32)
-            zeta = zeta.to(tl.float32)
-            gate = z * zeta
-            sig = sigmoid(gate)
-        if GRAD:
-            up = up.to(tl.float32)
-            g = up * psi if Psi is not None else up
-            if Z is not None:
-                g *= gate * sig
+        if GRAD and not NORM:
+            g = core_gradient(parts)
+            gb = left(g, dtype)
+            if D is not None:
+                d_skip += tl.sum(tl.sum(tl.sum(g * v, axis=2), axis=1), axis=0)
 
         scores = dot(q_lo, tl.trans(k_lo))
         scores = dot(q_hi, tl.trans(k_hi), scores) * mix
         direct = scores
         if D is not None:
-            direct = tl.where(diagonal, scores + tl.load(D + h).to(tl.float32), scores)
+            direct = tl.where(rows[:, None] == rows[None, :], scores + tl.load(D + h).to(tl.float32), scores)
         direct = pin(narrow(direct, dtype))
         if GRAD and not NORM:
-            gb = left(g, dtype)
-            gs, inner, on_diagonal = _through_scores(gb, vb, scores, mix, same, diagonal, dtype)
+            gs, inner = _through_scores(gb, vb, scores, mix, same, dtype)
+        if Psi is not None:
+            psi = load_by_rank(Psi, r, p, h, R, P).to(tl.float32)
+        if Z is not None:
+            z = load_by_token(Z, token, p, inside, h, H, P).to(tl.float32)
+            zeta = load_by_rank(Zeta, r, p, h, R, P).to(tl.float32)
+            gate = z * zeta
+            sig = sigmoid(gate)
+        if GRAD:
+            up = load_out_gradient(dO, token, r, p, inside, h, H, R, P, Psi is not None).to(tl.float32)
         sb_lo = narrow(s_lo, dtype)
         sb_hi = narrow(s_hi, dtype)
         y = dot(q_lo, tl.trans(sb_lo))
@@ -156,14 +154,16 @@ def _outputs_kernel(
                 d_zeta = by_rank(y * z, picks, d_zeta)
                 put(dZ, (token * H + h) * P + p, tl.sum(y * zeta, axis=1, keep_dims=True), inside & (p < P))
             if NORM:
+                g = up * psi * (gate * sig)
                 if Weight is not None:
                     d_weight = by_rank(g * unit, picks, d_weight)
                     g *= weight
                 g = scale * (g - unit * (tl.sum(g * unit, axis=2, keep_dims=True) / P))
                 put(dCore, ((token * H + h) * R + r) * P + p, g, ok & (p < P))
                 gb = left(g, dtype)
-                gs, inner, on_diagonal = _through_scores(gb, vb, scores, mix, same, diagonal, dtype)
-            d_skip += on_diagonal
+                gs, inner = _through_scores(gb, vb, scores, mix, same, dtype)
+                if D is not None:
+                    d_skip += tl.sum(tl.sum(tl.sum(g * v, axis=2), axis=1), axis=0)
             lo = dot(gb, sb_lo) * since
             hi = dot(gb, sb_hi) * since
             from_state = tl.sum(lo * q_lo.to(tl.float32) + hi * q_hi.to(tl.float32), axis=1)
@@ -172,6 +172,9 @@ def _outputs_kernel(
             put(Sinks + row, at_s, per_token(from_state, C, RP), j * C + c1 < reach)
             lo = tall(dot(gs, k_lo, lo), RP)
             hi = tall(dot(gs, k_hi, hi), RP)
+            cos, sin = load_turn(Cos, Sin, head + token, n, inside, A)
+            cos = cos.to(tl.float32)
+            sin = sin.to(tl.float32)
             turn = hi * tall(q_lo, RP).to(tl.float32) - lo * tall(q_hi, RP).to(tl.float32)
             put(dTheta, (head + token) * A + n, tl.sum(turn, axis=1, keep_dims=True), inside & (n < A))
             to = ((token * R + r) * H + h) * N + n

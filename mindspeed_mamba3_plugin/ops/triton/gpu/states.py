@@ -13,7 +13,8 @@ from ..chunks import Chunks
 from ..plan import GpuPlan
 from .angles import CHI, EXIT, SHARE, Turns
 from .tiles import (
-    core_gradient, left, load_by_rank, load_by_token, load_core_parts, load_halves, load_turn, right, rotated,
+    core_gradient, left, load_by_row, load_by_token, load_core_parts, load_halves, load_turn, pin,
+    pin_halves, pin_parts, power2, right, rotated,
 )  # fmt: skip  # isort: skip
 
 
@@ -44,15 +45,15 @@ def _own_kernel(
         halves = load_halves(X, Bias, token, r, n, inside & (r < R), h, H, G, R, N)
         if REVERSE:
             parts = load_core_parts(dO, Psi, Z, Zeta, Stored, token, r, p, inside, h, H, R, P)
-            weight = tl.exp2(tl.load(at + CHI * row, mask=inside, other=0.0))
-            y = core_gradient(parts)
+            weight = power2(tl.load(at + CHI * row, mask=inside, other=0.0))
+            y = core_gradient(pin_parts(parts))
         else:
             v = load_by_token(V, token, p, inside, h, H, P)
-            phi = load_by_rank(Phi, r, p, h, R, P)
+            phi = load_by_row(Phi, r, p, inside & (r < R), h, R, P)
             weight = tl.load(at + SHARE * row, mask=inside, other=0.0)
             weight *= tl.load(at + EXIT * row, mask=inside, other=0.0)
-            y = v.to(tl.float32) * phi.to(tl.float32)
-        x_lo, x_hi = rotated(halves, cos, sin)
+            y = pin(v).to(tl.float32) * pin(phi).to(tl.float32)
+        x_lo, x_hi = rotated(pin_halves(halves), pin(cos), pin(sin))
         x_lo = right(x_lo, dtype)
         x_hi = right(x_hi, dtype)
         y = tl.trans(left(y * weight, dtype))

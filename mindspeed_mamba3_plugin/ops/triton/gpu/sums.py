@@ -26,6 +26,18 @@ def _over_heads_kernel(X, Out, rows, HEADS: tl.constexpr, N: tl.constexpr, BR: t
     tl.store(Out + r[:, None] * N + n[None, :], narrow(total, Out.dtype.element_ty), mask=ok)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _over_chunks_kernel(X, Out, rows, width: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr):
+    """Out [width] = sum over the rows of X [rows, width]."""
+    w, r = tl.program_id(0) * BW + tl.arange(0, BW), tl.arange(0, BR)
+    ok = w < width
+    total = tl.zeros((BR, BW), tl.float32)
+    for start in tl.range(0, rows, BR, num_stages=4):
+        at = (start + r).to(tl.int64)[:, None] * width + w[None, :]
+        total += tl.load(X + at, mask=(start + r < rows)[:, None] & ok[None, :], other=0.0)
+    tl.store(Out + w, tl.sum(total, axis=0), mask=ok)
+
+
 @triton.jit(do_not_specialize=["T", "S"])
 def _scalars_kernel(
     Angles, DT, Trap, dTheta, Through, Scalars, Sinks, Sources, dAngles, dADT, dDT, dTrap, table, T, S,
@@ -83,6 +95,14 @@ def over_heads(per_head: Tensor, x: Inputs) -> Tensor:
     rows, NP = B * S * R * G, triton.next_power_of_2(N)
     BR = max(1, 2048 // NP)
     _over_heads_kernel[(triton.cdiv(rows, BR),)](per_head, result, rows, H // G, N, BR, NP, num_warps=4)
+    return result
+
+
+def over_chunks(part: Tensor) -> Tensor:
+    """Sum of fp32 [chunks, H, w] over the chunks."""
+    chunks, H, w = part.shape
+    result = torch.empty(H, w, dtype=part.dtype, device=part.device)
+    _over_chunks_kernel[(triton.cdiv(H * w, 64),)](part, result, chunks, H * w, 32, 64, num_warps=4)
     return result
 
 

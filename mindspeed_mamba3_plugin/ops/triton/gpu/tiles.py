@@ -9,18 +9,43 @@ element-wise between two tiles of one layout. States are kept as [N/2, P] for ea
 import triton
 import triton.language as tl
 
-from ..blocks import _INTERPRETED, dot, narrow, sigmoid
+from ..blocks import _INTERPRETED, dot, narrow
 
 
 @triton.jit
 def pin(x):
-    """x itself, computed once: without this Triton repeats the whole chain that made x for every layout it needs.
+    """x itself, computed once and here.
 
-    Loads after a pin wait for it, so a kernel issues its large loads first.
+    Without it Triton repeats the whole chain that made x for every layout it needs, and changes the layout of each
+    loaded tile as soon as it is there, which lets no two loads overlap. So a kernel issues all its loads, pins them,
+    and pins what it computes as the left operand of a product.
     """
-    if _INTERPRETED or x.dtype.primitive_bitwidth != 16:
+    if _INTERPRETED:
         return x
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    if x.dtype.primitive_bitwidth == 16:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    elif x.dtype.primitive_bitwidth == 32:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+    return x
+
+
+@triton.jit
+def power2(x):
+    """2^x; results below the smallest normal number are 0."""
+    if _INTERPRETED:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)) within a few ulp, in two special-function instructions."""
+    e = power2(-1.4426950408889634 * x)
+    if _INTERPRETED:
+        return 1.0 / (1.0 + e)
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + e], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -62,8 +87,14 @@ def load_halves(
     real = n < N // 2
     return (
         load(X, at, ok & real), load(X, at + N // 2, ok & real),
-        load(Bias, bias, (r < R) & real), load(Bias, bias + N // 2, (r < R) & real),
+        load(Bias, tl.broadcast_to(bias, at.shape), ok & real),
+        load(Bias, tl.broadcast_to(bias + N // 2, at.shape), ok & real),
     )  # fmt: skip
+
+
+@triton.jit
+def pin_halves(x):
+    return pin(x[0]), pin(x[1]), pin(x[2]), pin(x[3])
 
 
 @triton.jit
@@ -96,6 +127,12 @@ def load_by_rank(X, r, p, h, R: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
+def load_by_row(X, r, p, ok, h, R: tl.constexpr, P: tl.constexpr):
+    """The same as a tile [C, RP, PP]: in the layout of what it multiplies, for some more loads that hit the cache."""
+    return load(X, tl.broadcast_to((h * R + r) * P + p, (ok.shape[0], ok.shape[1], p.shape[2])), ok & (p < P))
+
+
+@triton.jit
 def load_out_gradient(
     dO, token, r, p, inside, h, H: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
     REDUCED: tl.constexpr,
@@ -117,10 +154,18 @@ def load_core_parts(
         whole = load(Stored, ((token * H + h) * R + r) * P + p, inside & (r < R) & (p < P))
     else:
         whole = load_out_gradient(dO, token, r, p, inside, h, H, R, P, Psi is not None)
-    psi = load_by_rank(Psi, r, p, h, R, P) if Stored is None and Psi is not None else None
+    psi = load_by_row(Psi, r, p, inside & (r < R), h, R, P) if Stored is None and Psi is not None else None
     z = load_by_token(Z, token, p, inside, h, H, P) if Stored is None and Z is not None else None
-    zeta = load_by_rank(Zeta, r, p, h, R, P) if Stored is None and Z is not None else None
+    zeta = load_by_row(Zeta, r, p, inside & (r < R), h, R, P) if Stored is None and Z is not None else None
     return whole, psi, z, zeta
+
+
+@triton.jit
+def pin_parts(x):
+    psi = pin(x[1]) if x[1] is not None else None
+    z = pin(x[2]) if x[2] is not None else None
+    zeta = pin(x[3]) if x[3] is not None else None
+    return pin(x[0]), psi, z, zeta
 
 
 @triton.jit
