@@ -30,7 +30,7 @@ def _outputs_kernel(
         rows = tl.load(v + task * (M * PP) + m[:, None] * PP + p)
         state = tl.load(states + task * (N2 * PP) + n[:, None] * PP + p)
         mix = tl.load(mixing + task * (C * M) + t * M + m[None, :])
-        for r in range(0, RP):
+        for r in tl.static_range(RP):
             query = tl.load(q + task * (M * N2) + (r * C + t) * N2 + n[None, :])
             scores = narrow(dot(query, tl.trans(keys)) * mix, v.dtype.element_ty)
             place = task * (M * PP) + (r * C + t) * PP + p
@@ -71,7 +71,8 @@ def _products_kernel(
         dkeys = dot(rows_out, tl.trans(dstate))
         drows = tl.zeros((M, PP), dtype=tl.float32)
         dmix = tl.zeros((C, M), dtype=tl.float32)
-        for r in range(0, RP):
+        # Unrolled: a vector value carried through a loop with products keeps older compilers to one vector core.
+        for r in tl.static_range(RP):
             query = tl.load(q + task * (M * N2) + (r * C + t) * N2 + n[None, :])
             place = task * (M * PP) + (r * C + t) * PP + p
             grad = tl.load(do + place)

@@ -67,7 +67,18 @@ def scan(own: Tensor, whole: Tensor, chunks: Chunks, plan: Plan, dtype: torch.dt
 
 @triton.jit
 def _reverse_scan_kernel(
-    down, whole, states, bounds, dstates, dwhole, dturn, tasks, H, NH: tl.constexpr, PP: tl.constexpr, BN: tl.constexpr
+    down,
+    whole,
+    states,
+    bounds,
+    dstates,
+    dwhole,
+    dturn,
+    tasks,
+    H,
+    NH: tl.constexpr,
+    PP: tl.constexpr,
+    BN: tl.constexpr,
 ):
     p = tl.arange(0, PP)[None, :]
     for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
