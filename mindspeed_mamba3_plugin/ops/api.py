@@ -1,21 +1,16 @@
-"""The public operator: argument contract, errors, autograd, and the choice of implementation."""
+"""The public operator: its signature, autograd, and the choice of implementation."""
 
 from __future__ import annotations
-
-import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from . import registry
-from .types import GRADIENT_NAMES, TENSOR_ARGS, Gradients, Inputs
+from . import call, registered, registry
+from .call import planted
+from .checks import checked
+from .types import TENSOR_ARGS, Inputs
 
-MIN_CHUNK_SIZE = 8
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-_planted: dict[str, float] = {}
+__all__ = ["mamba3_mimo", "planted"]
 
 
 def mamba3_mimo(
@@ -83,31 +78,16 @@ def mamba3_mimo(
         cu_seqlens, chunk_size, rotary_dim_divisor, dtype, return_state, fuse_pregate_headwise_rms_norm,
         outproj_norm_eps,
     )  # fmt: skip
-    x = _checked(x)
+    # A loss on the state is only noticed by the autograd function below, which compilation does not see through.
+    if torch.compiler.is_compiling() and not (return_state and torch.is_grad_enabled()):
+        options = tuple(x.options.values())
+        result = registered.forward(*x.tensors, *options, forward_kernel, backward_kernel)
+        return result if return_state else result[0]
+    x = checked(x)
     device = x.Q.device.type
     kernels = tuple(registry.resolve(name, device) for name in (forward_kernel, backward_kernel))
     result = _Mamba3Mimo.apply(x.options, kernels, *x.tensors)
     return result if return_state else result[0]
-
-
-@contextmanager
-def planted(factors: dict[str, float]) -> Iterator[None]:
-    """Scale named gradients of every backward inside the context, e.g. {"dk": 1.01}.
-
-    A comparison that does not notice this is broken: it is how the loss-curve comparison proves itself.
-
-    Raises:
-        ValueError: a name that is no gradient.
-    """
-    if unknown := sorted(set(factors) - set(GRADIENT_NAMES)):
-        raise ValueError(f"no gradient named {unknown[0]!r}: allowed are {', '.join(GRADIENT_NAMES)}")
-    before = dict(_planted)
-    _planted.update(factors)
-    try:
-        yield
-    finally:
-        _planted.clear()
-        _planted.update(before)
 
 
 class _Mamba3Mimo(torch.autograd.Function):
@@ -119,9 +99,7 @@ class _Mamba3Mimo(torch.autograd.Function):
         ctx.options, ctx.kernel = options, kernels[1]
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        # The implementations choose the dtype of every product themselves.
-        with torch.autocast(x.Q.device.type, enabled=False):
-            out, state = registry.load(kernels[0]).forward(x)
+        out, state = call.forward(x, kernels[0])
         return (out, *state) if state is not None else (out,)
 
     @staticmethod
@@ -137,8 +115,7 @@ class _Mamba3Mimo(torch.autograd.Function):
         if grad_out is None:
             return (None,) * (2 + len(tensors))
         x = Inputs(**dict(zip(TENSOR_ARGS, tensors, strict=True)), **{**ctx.options, "return_state": False})
-        with torch.autocast(x.Q.device.type, enabled=False):
-            grads = _plant(registry.load(ctx.kernel).backward(x, grad_out.contiguous()))
+        grads = call.backward(x, grad_out, ctx.kernel)
         return (
             None,
             None,
@@ -147,88 +124,3 @@ class _Mamba3Mimo(torch.autograd.Function):
                 for g, t, needed in zip(grads, tensors, ctx.needs_input_grad[2:], strict=True)
             ),
         )
-
-
-def _plant(grads: Gradients) -> Gradients:
-    if not _planted:
-        return grads
-    return grads._replace(**{n: getattr(grads, n) * f for n, f in _planted.items() if getattr(grads, n) is not None})
-
-
-def _checked(x: Inputs) -> Inputs:
-    """Check every argument; returns the inputs with the norm weight as [H, P]."""
-    _check_types(x)
-    if x.Q.ndim != 5:
-        raise ValueError(f"Q has shape {tuple(x.Q.shape)}: must be [B, S, R, G, N]")
-    if x.V.ndim != 4:
-        raise ValueError(f"V has shape {tuple(x.V.shape)}: must be [B, S, H, P]")
-    B, S, H, G, R, N, P = x.sizes
-    if min(B, R, G, N, H, P) < 1:
-        raise ValueError(f"Q {tuple(x.Q.shape)} and V {tuple(x.V.shape)}: only S may be 0")
-    if H % G:
-        raise ValueError(f"V has {H} heads and Q {G} groups: the heads must be a multiple of the groups")
-    if x.rotary_dim_divisor not in (2, 4):
-        raise ValueError(f"rotary_dim_divisor is {x.rotary_dim_divisor}: must be 2 or 4")
-    if N % x.rotary_dim_divisor:
-        raise ValueError(f"Q has N = {N}: must be a multiple of rotary_dim_divisor, which is {x.rotary_dim_divisor}")
-    if not isinstance(x.chunk_size, int) or x.chunk_size < MIN_CHUNK_SIZE:
-        raise ValueError(f"chunk_size is {x.chunk_size}: must be an integer of at least {MIN_CHUNK_SIZE}")
-    shapes = {
-        "K": (B, S, R, G, N), "V": (B, S, H, P), "ADT": (B, H, S), "DT": (B, H, S), "Trap": (B, H, S),
-        "Q_bias": (H, R, N), "K_bias": (H, R, N), "MIMO_V": (H, R, P), "MIMO_Z": (H, R, P), "MIMO_Out": (H, R, P),
-        "Angles": (B, S, H, N // x.rotary_dim_divisor), "D": (H,), "Z": (B, S, H, P),
-    }  # fmt: skip
-    for name, shape in shapes.items():
-        tensor = getattr(x, name)
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: must be {shape} to match Q and V")
-    if (x.Z is None) != (x.MIMO_Z is None):
-        raise ValueError("Z and MIMO_Z must be given together or both be None")
-    if x.fuse_norm and (x.Z is None or x.MIMO_Out is None):
-        raise ValueError("fuse_pregate_headwise_rms_norm needs Z, MIMO_Z and MIMO_Out")
-    if not x.fuse_norm and x.outproj_norm_weight is not None:
-        raise ValueError("outproj_norm_weight is given without fuse_pregate_headwise_rms_norm")
-    weight = x.outproj_norm_weight
-    if weight is not None:
-        if tuple(weight.shape) not in ((H, P), (H * P,)):
-            raise ValueError(f"outproj_norm_weight has shape {tuple(weight.shape)}: must be {(H, P)} or {(H * P,)}")
-        weight = weight.reshape(H, P)
-    _check_cu_seqlens(x.cu_seqlens, B, S, x.Q.device)
-    return Inputs(
-        **dict(zip(TENSOR_ARGS, (*x.tensors[:-1], weight), strict=True)),
-        **x.options,
-    )
-
-
-def _check_types(x: Inputs) -> None:
-    optional = {"MIMO_Z", "MIMO_Out", "D", "Z", "outproj_norm_weight"}
-    for name, tensor in zip(TENSOR_ARGS, x.tensors, strict=True):
-        if tensor is None and name in optional:
-            continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} is {type(tensor).__name__}: must be a tensor")
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(f"{name} has dtype {tensor.dtype}: must be one of {', '.join(map(str, _DTYPES))}")
-        if tensor.device != x.Q.device:
-            raise ValueError(f"{name} is on {tensor.device}: must be on {x.Q.device}, where Q is")
-    if x.dtype not in _DTYPES:
-        raise TypeError(f"dtype is {x.dtype}: must be one of {', '.join(map(str, _DTYPES))}")
-
-
-def _check_cu_seqlens(cu: Tensor | None, B: int, S: int, device: torch.device) -> None:
-    if cu is None:
-        return
-    if not isinstance(cu, Tensor) or cu.dtype not in (torch.int32, torch.int64) or cu.ndim != 1 or len(cu) < 2:
-        raise ValueError("cu_seqlens must be a 1-D int32 or int64 tensor of at least two bounds")
-    if cu.device != device:
-        raise ValueError(f"cu_seqlens is on {cu.device}: must be on {device}, where Q is")
-    if B != 1:
-        raise ValueError(f"cu_seqlens is given with B = {B}: packed input must have B = 1")
-    bounds = cu.tolist()
-    if bounds[0] != 0:
-        raise ValueError(f"cu_seqlens starts with {bounds[0]}: must start with 0")
-    if bounds[-1] != S:
-        raise ValueError(f"cu_seqlens ends with {bounds[-1]}: must end with the length of Q, which is {S}")
-    for i, (a, b) in enumerate(itertools.pairwise(bounds)):
-        if b < a:
-            raise ValueError(f"cu_seqlens decreases from {a} to {b} at position {i + 1}")

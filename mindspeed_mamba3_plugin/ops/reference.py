@@ -36,14 +36,17 @@ def forward(x: Inputs) -> tuple[Tensor, State | None]:
 
 
 def backward(x: Inputs, grad_out: Tensor) -> Gradients:
-    """Gradients of the chunk form by autograd, from the inputs alone."""
+    """Gradients of the chunk form by automatic differentiation, from the inputs alone."""
     registry.count("reference", "backward")
-    leaves = {n: t.detach().requires_grad_() for n, t in zip(TENSOR_ARGS, x.tensors, strict=True) if t is not None}
-    with torch.enable_grad():
-        out, _ = chunk_form(replace(x, return_state=False, **leaves))
-        grads = torch.autograd.grad(out, list(leaves.values()), grad_out, allow_unused=True)
-    by_name = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), grads, strict=True)}
-    return Gradients(*(by_name.get(n) for n in TENSOR_ARGS))
+    given = {n: t.detach() for n, t in zip(TENSOR_ARGS, x.tensors, strict=True) if t is not None}
+
+    def output(*tensors: Tensor) -> Tensor:
+        return chunk_form(replace(x, return_state=False, **dict(zip(given, tensors, strict=True))))[0]
+
+    # Not autograd: its tape is off inside an op of torch.library.
+    _, pull_back = torch.func.vjp(output, *given.values())
+    grads = dict(zip(given, pull_back(grad_out), strict=True))
+    return Gradients(*(grads.get(n) for n in TENSOR_ARGS))
 
 
 def step_form(x: Inputs) -> tuple[Tensor, State | None]:

@@ -17,6 +17,7 @@ TENSOR_ARGS = (
     "Q", "K", "V", "ADT", "DT", "Trap", "Q_bias", "K_bias", "MIMO_V", "MIMO_Z", "MIMO_Out", "Angles", "D", "Z",
     "outproj_norm_weight",
 )  # fmt: skip
+OPTIONAL_ARGS = frozenset({"MIMO_Z", "MIMO_Out", "D", "Z", "outproj_norm_weight"})
 
 GRADIENT_NAMES = (
     "dq", "dk", "dv", "dadt", "ddt", "dtrap", "dq_bias", "dk_bias", "dmimo_v", "dmimo_z", "dmimo_out", "dangles",

@@ -18,14 +18,14 @@ def test_formula_equals_counted_products(make_mixer, monkeypatch, settings):
 
     from mindspeed_mamba3_plugin.layers import mamba3_mixer
     from mindspeed_mamba3_plugin.ops import reference
-    from mindspeed_mamba3_plugin.ops.api import _checked
+    from mindspeed_mamba3_plugin.ops.checks import checked
     from mindspeed_mamba3_plugin.ops.types import Inputs
 
     def differentiable_by_autograd(*, forward_kernel, backward_kernel, **kwargs):
         """The reference without the operator's autograd.Function, whose backward computes the forward again."""
         kwargs["fuse_norm"] = kwargs.pop("fuse_pregate_headwise_rms_norm")
         kwargs["norm_eps"] = kwargs.pop("outproj_norm_eps")
-        return reference.chunk_form(_checked(Inputs(**kwargs, return_state=False)))[0]
+        return reference.chunk_form(checked(Inputs(**kwargs, return_state=False)))[0]
 
     monkeypatch.setattr(mamba3_mixer, "mamba3_mimo", differentiable_by_autograd)
     mixer = make_mixer(**settings)
