@@ -50,7 +50,7 @@ class Half:
     name: str
     ops: list[Op] = field(default_factory=list)
     used: dict[str, int] = field(default_factory=dict)  # bytes by on-chip memory
-    scalar_loops: list[int] = field(default_factory=list)  # iterations of each loop that touches UB element by element
+    scalar_loops: list[int] = field(default_factory=list)  # iterations of each loop over single elements of UB
     scalar_accesses: float = 0  # executed UB accesses of single elements
     unplaced: int = 0  # on-chip buffers without an address
     atomics: int = 0
@@ -77,9 +77,9 @@ def read(text: str, arguments: Mapping[str, int] | None = None, unknown_trips: f
     ]
 
 
-def arguments(text: str, values: list[int | None], grid: tuple[int, int, int]) -> dict[str, int]:
-    """The SSA names of a kernel's integer arguments: after three of the runtime's own come the caller's, then the
-    grid."""
+def argument_names(values: list[int | None], grid: tuple[int, ...]) -> dict[str, int]:
+    """A kernel's integer arguments by SSA name: after three of the runtime's own come the caller's, in order with
+    None for those that are no integers, then the grid."""
     named = {f"%arg{3 + i}": v for i, v in enumerate([*values, *grid])}
     return {k: v for k, v in named.items() if v is not None}
 
@@ -89,6 +89,7 @@ _ARITH = {
     "divsi": lambda a, b: int(a / b), "floordivsi": lambda a, b: a // b, "remsi": lambda a, b: math.fmod(a, b),
     "ceildivsi": lambda a, b: -(-a // b), "minsi": min, "maxsi": max,
 }  # fmt: skip
+_DIVISIONS = ("divsi", "floordivsi", "remsi", "ceildivsi")
 _KEPT = ("index_cast", "extsi", "trunci", "extui", "index_castui")
 _VIEWS = "subview|cast|collapse_shape|expand_shape|reinterpret_cast|view|memory_space_cast"
 _SILENT = ("pointer_cast", "get_block_idx", "get_sub_block_idx", "set_mask_norm", "set_ffts_base_addr")
@@ -114,7 +115,7 @@ class _Reader:
             line = line.strip()
             if loops:
                 loops[-1][3].append(line)
-            if (loop := re.match(r"(?:%[\w:]+ = )?scf\.for (%\w+) = (%[\w-]+) to (%[\w-]+) step (%[\w-]+)", line)):
+            if loop := re.match(r"(?:%[\w:]+ = )?scf\.for (%\w+) = (%[\w-]+) to (%[\w-]+) step (%[\w-]+)", line):
                 variable, *bounds = loop.groups()
                 first, last, step = map(self.values.get, bounds)
                 known = None not in (first, last, step) and step
@@ -138,11 +139,11 @@ class _Reader:
     def _line(self, line: str, times: float, depth: int) -> None:
         result, _, operation = line.partition(" = ") if line.startswith("%") else ("", "", line)
         result = result.split(":")[0]
-        if (m := re.match(r"arith\.constant (-?\d+) : ", operation)):
+        if m := re.match(r"arith\.constant (-?\d+) : ", operation):
             self.values[result] = int(m[1])
         elif operation.startswith(("hivm.hir.get_block_idx", "hivm.hir.get_sub_block_idx")):
             self.values[result] = 0
-        elif (m := re.match(rf"memref\.(?:{_VIEWS}) (%[\w-]+)", operation)):
+        elif m := re.match(rf"memref\.(?:{_VIEWS}) (%[\w-]+)", operation):
             self.sources[result] = m[1]
             self.types[result] = _buffer(operation.rpartition(" to ")[2].rpartition(" into ")[2])
         elif operation.startswith("memref.alloc"):
@@ -152,16 +153,20 @@ class _Reader:
             self.half.scalar_accesses += times
         elif (m := re.match(r"arith\.select %[\w-]+, (%[\w-]+), ", operation)) and m[1] in self.types:
             self.types[result] = self.types[m[1]]
-        elif (m := re.match(r"arith\.(\w+) (%[\w-]+)(?:, (%[\w-]+))?", operation)):
+        elif m := re.match(r"arith\.(\w+) (%[\w-]+)(?:, (%[\w-]+))?", operation):
             self._arithmetic(result, *m.groups())
-        elif (m := re.match(r"hivm\.hir\.(\w+)", operation)):
+        elif m := re.match(r"hivm\.hir\.(\w+)", operation):
             self._operation(m[1], result, operation, times, depth)
 
     def _arithmetic(self, result: str, name: str, left: str, right: str | None) -> None:
         a, b = self.values.get(left), self.values.get(right or "")
         if name in _KEPT and a is not None:
             self.values[result] = a
-        elif name in _ARITH and None not in (a, b) and (b or "div" not in name and "rem" not in name):
+        elif (
+            name in _ARITH
+            and None not in (a, b)
+            and (b or not name.startswith(("div", "rem", "floordiv", "ceildiv")))
+        ):
             self.values[result] = _ARITH[name](a, b)
 
     def _operation(self, name: str, result: str, text: str, times: float, depth: int) -> None:

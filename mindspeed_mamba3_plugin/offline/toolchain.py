@@ -35,6 +35,7 @@ _FLAGS = {
     "disable_auto_inject_block_sync": "disable-auto-inject-block-sync",
 }
 _ALWAYS = ("--enable-hfusion-compile=true", "--enable-hivm-compile=true", "--enable-triton-kernel-compile=true")
+_ERROR = re.compile(r"error:|Assertion|LLVM ERROR")
 _LAST_IR = "convert-hivm-to-std"
 
 # Stands in for CANN's assembler, so that the exit status tells whether everything before it passed.
@@ -45,53 +46,38 @@ exit 0
 
 
 @dataclass
-class Compiled:
-    """How far one kernel came; `stage` is "none", "ttir", "linalg" or "hivm"."""
+class Lowered:
+    """A kernel in the linalg dialect, as triton-ascend hands it to the compiler; `error` says why there is none."""
 
     name: str
-    stage: str = "none"
-    linalg: str = ""
-    hivm: str = ""
-    mixed: bool = False  # whether it has a cube and a vector half
-    notes: list[str] = field(default_factory=list)  # what the compiler did instead of what was asked
+    text: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
     error: str = ""
 
     @property
-    def ok(self) -> bool:
-        return self.stage == "hivm"
+    def mixed(self) -> bool:
+        """Whether it has matrix products."""
+        return self.metadata.get("mix_mode") == "mix"
+
+
+@dataclass
+class Compiled:
+    """A kernel as planned HIVM; `error` says why there is none."""
+
+    name: str
+    hivm: str = ""
+    notes: list[str] = field(default_factory=list)  # what the compiler did instead of what was asked
+    error: str = ""
 
 
 def compilers() -> dict[str, Path]:
-    """The ascendnpu-ir compilers of this environment by version, newest first."""
+    """The ascendnpu-ir compilers unpacked in this environment by version, newest first."""
     found = {p.name: p / "ascendnpuir/bin/bishengir-compile" for p in Path(sys.prefix, "ascendnpu-ir").glob("[0-9]*")}
-    try:
-        import ascendnpuir
-        from importlib.metadata import version
-
-        found[version("ascendnpu-ir")] = Path(ascendnpuir.__file__).parent / "bin/bishengir-compile"
-    except ImportError:
-        pass
     return dict(sorted(found.items(), key=lambda item: [int(n) for n in re.findall(r"\d+", item[0])], reverse=True))
 
 
-def compile_launch(launch: Launch, chip: Chip, compiler: Path | None) -> Compiled:
-    """Compile the kernel of a launch to planned HIVM; to linalg only where `compiler` is None. Never raises for a
-    kernel that does not compile: `error` says why."""
-    result = Compiled(launch.name)
-    try:
-        linalg, metadata = _to_linalg(launch, chip, result)
-    except subprocess.CalledProcessError as e:
-        result.error = f"triton-adapter-opt ended with {e.returncode}: {_error_lines(e.stderr.decode(errors='replace'))}"
-        return result
-    except Exception as e:
-        result.error = _reasons(e)
-        return result
-    if compiler is not None:
-        _to_hivm(linalg, metadata, chip, compiler, result)
-    return result
-
-
-def _to_linalg(launch: Launch, chip: Chip, result: Compiled) -> tuple[str, dict[str, Any]]:
+def lower(launch: Launch, chip: Chip, attempts: int = 4) -> Lowered:
+    """The kernel of a launch through triton-ascend's front half. Never raises for a kernel that does not compile."""
     from triton._C.libtriton import ir
     from triton.backends import backends
     from triton.backends.compiler import GPUTarget
@@ -102,41 +88,54 @@ def _to_linalg(launch: Launch, chip: Chip, result: Compiled) -> tuple[str, dict[
     target = GPUTarget("npu", chip.arch, 0)
     backend = make_backend(target)
     options = backend.parse_options(dict(launch.options))
+    metadata = {"hash": "offline", "target": target, **options.__dict__}
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
-    metadata = {"hash": "offline", "target": target, **options.__dict__}
-    module = launch.source.make_ir(options, backend.get_codegen_implementation(), backend.get_module_map(), context)
-    module = stages["make_ttir"](module, metadata, options)
-    result.stage = "ttir"
-    text = stages["ttir_to_linalg"](module, metadata, options, named_ops=True)
-    linalg, metadata = stages["_parse_linalg_metadata"](text, metadata)
-    result.stage, result.linalg, result.mixed = "linalg", linalg, metadata["mix_mode"] == "mix"
-    return linalg, metadata
+    try:
+        module = launch.source.make_ir(
+            options, backend.get_codegen_implementation(), backend.get_module_map(), context
+        )
+        module = stages["make_ttir"](module, metadata, options)
+        text = stages["ttir_to_linalg"](module, metadata, options, named_ops=True)
+    except subprocess.CalledProcessError as e:
+        if e.returncode < 0 and attempts > 1:  # it crashes now and then on what it takes the next time
+            return lower(launch, chip, attempts - 1)
+        said = _error_lines(e.stderr.decode(errors="replace"))
+        return Lowered(launch.name, error=f"triton-adapter-opt ended with {e.returncode}: {said}")
+    except Exception as e:
+        return Lowered(launch.name, error=_reasons(e))
+    text, metadata = stages["_parse_linalg_metadata"](text, metadata)
+    return Lowered(launch.name, text, metadata)
 
 
-def _to_hivm(linalg: str, metadata: dict[str, Any], chip: Chip, compiler: Path, result: Compiled) -> None:
+def compile_lowered(kernel: Lowered, chip: Chip, compiler: Path) -> Compiled:
+    """A lowered kernel through one bishengir-compile. Never raises for a kernel that does not compile."""
+    if kernel.error:
+        return Compiled(kernel.name, error=kernel.error)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.mlir")
-        source.write_text(linalg)
+        source.write_text(kernel.text)
         command = [str(compiler), str(source), f"--target={chip.arch}", *_ALWAYS]
-        command += [f"--{flag}={metadata[o]}" for o, flag in _FLAGS.items() if metadata.get(o) is not None]
+        known = _options_of(compiler)
+        command += [
+            f"--{flag}={kernel.metadata[name]}"
+            for name, flag in _FLAGS.items()
+            if kernel.metadata.get(name) is not None and flag in known
+        ]
         command += [f"--mlir-print-ir-before={_LAST_IR}", "-o", str(Path(folder, "kernel"))]
         path = os.pathsep.join((_assembler_folder(), os.environ.get("PATH", "")))
-        done = subprocess.run(
-            command, capture_output=True, text=True, cwd=folder, env={**os.environ, "PATH": path}, timeout=600
-        )
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env={**os.environ, "PATH": path})
     head, *dumps = re.split(r"^// -----// IR Dump.*$", done.stderr, flags=re.M)
     last = dumps[-1] if dumps else ""
     end = last.rfind("\n}\n") + 3
     said = done.stdout + head + last[end:]
-    result.notes = re.findall(r"\[NOTE\] *([^\n]*)", said)
+    result = Compiled(kernel.name, last[:end], re.findall(r"\[NOTE\] *([^\n]*)", said))
     if done.returncode:
         result.error = f"bishengir-compile ended with {done.returncode}: {_error_lines(said)}"
     elif not last:
         result.error = f"bishengir-compile printed no IR before {_LAST_IR}"
-    else:
-        result.stage, result.hivm = "hivm", last[:end]
+    return result
 
 
 def _reasons(error: BaseException) -> str:
@@ -149,8 +148,17 @@ def _reasons(error: BaseException) -> str:
 
 
 def _error_lines(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if re.search(r"error:|Assertion|LLVM ERROR", line)]
+    overflow = re.search(r"(\w+) overflow, requires (\d+) bits while (\d+) bits available", text)
+    if overflow:
+        memory, need, have = overflow.groups()
+        return f"{memory} overflow, needs {int(need) // 8} of {int(have) // 8} bytes"
+    lines = [line.split("error:")[-1].strip() for line in text.splitlines() if _ERROR.search(line)]
     return "; ".join(dict.fromkeys(lines))[:2000] or text.strip()[-600:]
+
+
+@lru_cache(maxsize=8)
+def _options_of(compiler: Path) -> str:
+    return subprocess.run([str(compiler), "--help"], capture_output=True, text=True).stdout
 
 
 @lru_cache(maxsize=1)

@@ -30,7 +30,7 @@ class Plan:
     state_rows: int  # rows of the state that one program of a scan carries
     cube_cores: int  # upper bound of programs of a kernel with products; 0 is one program a task
     vector_cores: int  # the same for element-wise kernels
-    mixed: dict[str, int]  # launch options of kernels with both
+    mixed: dict[str, bool]  # launch options of kernels with both
 
     @property
     def M(self) -> int:
@@ -70,7 +70,7 @@ def plain_plan(N: int, P: int, R: int, dtype: torch.dtype, target: str) -> Plan:
         rows = 64 if NH >= 128 or PP >= 128 or RP == 1 or wide else 128
         cores = _ascend_cores()
         # Without the option the compiler gives all element-wise work to the first of a cube core's two vector cores.
-        mixed = {"set_workspace_multibuffer": 1}
+        mixed = {"limit_auto_multi_buffer_only_for_local_buffer": True}
         return Plan(max(16, rows // RP), RP, NH, PP, 2048 if wide else 4096, 32, *cores, mixed)
     # A GPU holds the row tiles in registers; the interpreter is fastest with few, large programs.
     rows = 64 if target == "cuda" else 128
