@@ -116,7 +116,8 @@ def _screen(found: dict[str, Any]) -> str:
     lines += [f"  {name:<15}{row['runs'] or 'no: ' + row['why_not']}" for name, row in found["kernels"].items()]
     lines += ["", "patches, with --use-mamba3-mixer"]
     for p in found["patches"]:
-        lines += [f"  {p['state']:<12} {p['target']}", f"  {'':<12} {p['why'] or p['reason']}"]
+        lines.append(f"  {p['state']:<12} {p['target']}")
+        lines += [f"  {'':<12} {p['why']}"] if p["why"] else []
     lines += ["", *(f"PROBLEM: {p}" for p in found["problems"])] if found["problems"] else ["", "usable"]
     return "\n".join(lines)
 

@@ -42,6 +42,7 @@ class Patch:
         replacement: the new object; or
         wrapper: makes the new object from the original (from the function inside a staticmethod or classmethod).
         parameters: names of the parameters that the original must have; None where it is no function or class.
+        older: other lists of parameters, which other versions in the range have.
         built: "module:Class" whose live instances mean that a model was built too early for the patch.
         optional: the module, or one that it needs, may be absent; the patch is then left out.
         engine_only: another patch manager, which has no way to name the target, leaves it out.
@@ -55,6 +56,7 @@ class Patch:
     replacement: Any = ABSENT
     wrapper: Callable[[Any], Any] | None = None
     parameters: tuple[str, ...] | None = None
+    older: tuple[tuple[str, ...], ...] = ()
     built: str = ""
     optional: bool = False
     engine_only: bool = False
@@ -174,9 +176,10 @@ class Engine:
                     f"{patch.target}: {describe(function)} has replaced the original, which {OURS} would patch: "
                     "switch one of the two off"
                 )
-            if (found := tuple(inspect.signature(function).parameters)) != patch.parameters:
-                wanted = ", ".join(patch.parameters)
-                raise PatchError(f"{patch.target}{version} takes ({', '.join(found)}), {OURS} expects ({wanted})")
+            allowed = (patch.parameters, *patch.older)
+            if (found := tuple(inspect.signature(function).parameters)) not in allowed:
+                wanted = " or ".join(f"({', '.join(names)})" for names in allowed)
+                raise PatchError(f"{patch.target}{version} takes ({', '.join(found)}), {OURS} expects {wanted}")
         if patch.built and (n := live_instances(patch.built)):
             raise PatchError(
                 f"{patch.target}: a model with {n} {patch.built.partition(':')[2]} was built before: call enable() "

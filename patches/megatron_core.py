@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import lru_cache, wraps
+from importlib.util import find_spec
 from typing import Any
 
 from ..config import Mamba3Config, flag
+from . import megatron_optimizer
 from .engine import Patch, PatchError
 
 SUPPORTED = "megatron-core>=0.16.1,<0.17"
@@ -54,7 +56,28 @@ def patches(settings: Mamba3Config) -> tuple[Patch, ...]:
             wrapper=with_mamba3_mixer,
             engine_only=True,
         ),
+        *megatron_optimizer.patches(settings, SUPPORTED),
+        *(() if find_spec("transformer_engine") else (_final_norm(),)),
     )
+
+
+def _final_norm() -> Patch:
+    return Patch(
+        "megatron.core.extensions.transformer_engine:TENorm",
+        "the stack can build its last norm, for which it names this one, without TransformerEngine",
+        flag="use_mamba3_mixer",
+        requires=SUPPORTED,
+        wrapper=stack_norm_wrapper,
+        optional=True,
+        engine_only=True,
+    )
+
+
+def stack_norm_wrapper(_: Any) -> Any:
+    """A norm of plain torch in the place of TransformerEngine's."""
+    from ..layers.norms import StackNorm
+
+    return StackNorm
 
 
 def with_mamba3_mixer(layer: Any) -> Any:

@@ -32,6 +32,9 @@ def mixer_sharded_state_dict(mixer: nn.Module, prefix: str, sharded_offsets: tup
             sharded_state_dict_default(child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=mixer.tp_group)
         )
     key = f"{prefix}in_proj.weight"
+    if mixer.bc_proj is not None:  # under the same keys as where B and C are packed
+        shared = f"{prefix}bc_proj"
+        result[shared] = split_rows(replace(result[shared], key=result[key].key), mixer.local.bc_parts)
     result[key] = split_rows(result[key], mixer.local.in_proj_parts)
     return result
 

@@ -14,18 +14,26 @@ from ..config import Mamba3Config
 from .sizes import MixerSizes
 
 
-def by_rank(init_method: Callable[[Tensor], Any], sizes: MixerSizes, tp: int) -> Callable[[Tensor], Any]:
-    """Megatron's CPU initialisation draws the whole weight and gives each rank consecutive rows: order the rows so
-    that these are the rank's share of every part."""
+class InProjInit:
+    """An init method for the packed projection. Megatron's CPU initialisation draws the weight of all ranks and gives
+    each consecutive rows of it: these become the rank's share of every part of one whole draw.
+
+    shared: after that, the whole draw's rows of B and C; None before, and where Megatron draws a weight per rank.
+    """
+
+    def __init__(self, init_method: Callable[[Tensor], Any], sizes: MixerSizes, tp: int) -> None:
+        self.init_method, self.sizes, self.tp = init_method, sizes, tp
+        self.shared: Tensor | None = None
 
     @torch.no_grad()
-    def init(weight: Tensor) -> Tensor:
-        init_method(weight)
-        if tp > 1 and weight.shape[0] == sizes.in_proj_rows:
-            weight.copy_(weight[torch.cat([sizes.rank_rows(tp, r) for r in range(tp)])])
-        return weight
-
-    return init
+    def __call__(self, weight: Tensor) -> Tensor:
+        if self.tp == 1 or weight.shape[0] != self.tp * self.sizes.local(self.tp).in_proj_rows:
+            self.init_method(weight)
+            return weight
+        whole = weight.new_empty(self.sizes.in_proj_rows, weight.shape[1])
+        self.init_method(whole)
+        self.shared = whole[self.sizes.bc_rows()].clone()
+        return weight.copy_(whole[torch.cat([self.sizes.rank_rows(self.tp, r) for r in range(self.tp)])])
 
 
 @contextmanager

@@ -25,11 +25,11 @@ from torch.utils.checkpoint import checkpoint
 from ..config import ConfigError, Mamba3Config, flag
 from ..ops.api import mamba3_mimo
 from .checkpoint import mixer_sharded_state_dict
-from .initial import by_rank, initial_dt_bias, layer_rng
+from .context import heads_for_tokens, sequence_order, tokens_for_heads
+from .initial import InProjInit, initial_dt_bias, layer_rng
+from .norms import NORM_EPS, StateNorm
 from .parallel import sum_gradient
 from .sizes import MixerSizes
-
-NORM_EPS = 1e-5
 
 
 @dataclass
@@ -68,23 +68,23 @@ class Mamba3Mixer(MegatronModule):
         super().__init__(config)
         self.settings = Mamba3Config.from_object(config)
         self.settings.check_environment()
-        _check_parallelism(config, self.settings)
-        if pg_collection is None:
-            self.tp_group, groups = parallel_state.get_tensor_model_parallel_group(), {}
-        else:
-            self.tp_group, groups = pg_collection.tp, {"tp_group": pg_collection.tp}
-        self.tp_size = self.tp_group.size()
+        _check_recompute(config, self.settings)
+        self.tp_group, self.cp_group = _groups(pg_collection)
+        self.tp_size, self.cp_size = self.tp_group.size(), self.cp_group.size() if self.cp_group else 1
         self.sequence_parallel = config.sequence_parallel and self.tp_size > 1
         self.sizes = MixerSizes.from_config(config, d_model, self.settings)
-        self.local = self.sizes.local(self.tp_size)
+        self.local = self.sizes.local(self.tp_size, self.cp_size)
         self.layer_number = layer_number
 
-        linear = dict(config=config, bias=False, is_expert=False, **groups)
+        in_proj_init = InProjInit(config.init_method, self.sizes, self.tp_size)
+        linear = dict(config=config, bias=False, is_expert=False)
+        if pg_collection is not None:
+            linear["tp_group"] = self.tp_group
         self.in_proj = build_module(
             submodules.in_proj,
             d_model,
-            self.sizes.in_proj_rows,
-            init_method=by_rank(config.init_method, self.sizes, self.tp_size),
+            self.local.in_proj_rows * self.tp_size,
+            init_method=in_proj_init,
             gather_output=False,
             skip_bias_add=False,
             tp_comm_buffer_name="fc1",
@@ -97,7 +97,7 @@ class Mamba3Mixer(MegatronModule):
                 "MambaLayer (layers.specs.without_fused_norm)"
             )
         self.in_proj.weight.partition_sizes = list(self.local.in_proj_parts.values())
-        self._add_parameters()
+        self._add_parameters(in_proj_init.shared)
         self.out_proj = build_module(
             submodules.out_proj,
             self.sizes.inner,
@@ -109,9 +109,9 @@ class Mamba3Mixer(MegatronModule):
             **linear,
         )
 
-    def _add_parameters(self) -> None:
+    def _add_parameters(self, bc_proj: Tensor | None) -> None:
         """Parameters other than those of the linear layers. Random ones are drawn whole and then cut, so that they
-        do not depend on the number of tensor-parallel ranks."""
+        do not depend on the number of tensor-parallel ranks. bc_proj: its value, or None to draw one."""
         whole, local, config = self.sizes, self.local, self.config
         device = self.in_proj.weight.device
         per_rank = (local.heads, local.rank, local.head_dim)
@@ -120,6 +120,9 @@ class Mamba3Mixer(MegatronModule):
             dt_bias = initial_dt_bias(whole.heads, self.settings)
             angle_proj = torch.empty(whole.angles, whole.hidden)
             config.init_method(angle_proj)
+            if bc_proj is None and not local.bc_sharded:
+                bc_proj = torch.empty(sum(local.bc_parts.values()), whole.hidden)
+                config.init_method(bc_proj)
 
         keep = self.settings.mamba3_params_dtype == "fp32"
         for name, value in {
@@ -141,8 +144,12 @@ class Mamba3Mixer(MegatronModule):
             self._add_sharded("norm_weight", torch.ones(local.inner, device=device, dtype=config.params_dtype))
         else:
             self.register_parameter("norm_weight", None)
-        # A bare parameter: older stacks re-initialise every nn.Linear, differently on each tensor-parallel rank.
+        # Bare parameters: older stacks re-initialise every nn.Linear, differently on each tensor-parallel rank.
         self.angle_proj = nn.Parameter(angle_proj.to(device, config.params_dtype))
+        if local.bc_sharded:
+            self.register_parameter("bc_proj", None)
+        else:
+            self.bc_proj = nn.Parameter(bc_proj.to(device, config.params_dtype))
         norm = dict(group=self.tp_group, device=device, dtype=config.params_dtype)
         self.B_norm = StateNorm(local.state, **norm)
         self.C_norm = StateNorm(local.state, **norm)
@@ -174,89 +181,108 @@ class Mamba3Mixer(MegatronModule):
         """
         if inference_context is not None or inference_params is not None:
             raise NotImplementedError("Mamba3Mixer trains and evaluates; inference_context must be None")
-        cu_seqlens = None
+        cu_seqlens = order = None
+        tokens = hidden_states.shape[0] * (self.tp_size if self.sequence_parallel else 1) * self.cp_size
         if packed_seq_params is not None:
-            tokens = hidden_states.shape[0] * (self.tp_size if self.sequence_parallel else 1)
             cu_seqlens = _bounds(packed_seq_params, tokens)
+        if self.cp_size > 1:
+            order = sequence_order(tokens, self.cp_size, cu_seqlens, hidden_states.device)
         if self.settings.mamba3_recompute and torch.is_grad_enabled():
-            y = checkpoint(self._mix, hidden_states, cu_seqlens, use_reentrant=False, preserve_rng_state=False)
+            y = checkpoint(self._mix, hidden_states, cu_seqlens, order, use_reentrant=False, preserve_rng_state=False)
         else:
-            y = self._mix(hidden_states, cu_seqlens)
+            y = self._mix(hidden_states, cu_seqlens, order)
         return self.out_proj(y)
 
-    def _mix(self, hidden_states: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    def _mix(self, hidden_states: Tensor, cu_seqlens: Tensor | None, order: Tensor | None) -> Tensor:
         """Everything before the output projection: [s, b, h] -> [s, b, inner / tp]."""
-        n, settings = self.local, self.settings
-        packed, _ = self.in_proj(hidden_states)
-        parts = packed.transpose(0, 1).split(list(n.in_proj_parts.values()), dim=-1)
-        z, x, B, C, dd_dt, dd_A, trap = parts  # each [b, s, .]
-        B, C = (y.unflatten(-1, (n.groups, n.rank, n.state)).transpose(2, 3) for y in (B, C))
-        angles = self._angles(hidden_states).transpose(0, 1)[:, :, None].expand(-1, -1, n.heads, -1)
+        n, settings = self.sizes, self.settings
+        parts = [part.transpose(0, 1) for part in self._projected(hidden_states, order)]
+        z, x, B, C, dd_dt, dd_A, trap, angles = parts  # each [b, s, .], of the heads that this rank scans
+        heads = dd_dt.shape[-1]
+        B, C = (y.unflatten(-1, (-1, n.rank, n.state)).transpose(2, 3) for y in (B, C))
 
-        wide = torch.promote_types(torch.float32, packed.dtype)
-        DT = F.softplus(dd_dt.to(wide) + self.dt_bias.to(wide))
+        wide = torch.promote_types(torch.float32, x.dtype)
+        DT = F.softplus(dd_dt.to(wide) + self._scanned(self.dt_bias).to(wide))
         A = -_ACTIVATIONS[settings.mamba3_a_activation](dd_A.to(wide)).clamp(min=settings.mamba3_a_floor)
 
         out = mamba3_mimo(
             Q=self.C_norm(C),
             K=self.B_norm(B),
-            V=x.unflatten(-1, (n.heads, n.head_dim)),
+            V=x.unflatten(-1, (heads, n.head_dim)),
             ADT=(A * DT).transpose(1, 2),
             DT=DT.transpose(1, 2),
             Trap=trap.transpose(1, 2),
-            Q_bias=self.C_bias,
-            K_bias=self.B_bias,
-            MIMO_V=self.mimo_x,
-            MIMO_Z=self.mimo_z,
-            MIMO_Out=self.mimo_o,
-            Angles=angles,
-            D=self.D,
-            Z=z.unflatten(-1, (n.heads, n.head_dim)),
+            Q_bias=self._scanned(self.C_bias),
+            K_bias=self._scanned(self.B_bias),
+            MIMO_V=self._scanned(self.mimo_x),
+            MIMO_Z=self._scanned(self.mimo_z),
+            MIMO_Out=self._scanned(self.mimo_o),
+            Angles=angles[:, :, None].expand(-1, -1, heads, -1),
+            D=self._scanned(self.D),
+            Z=z.unflatten(-1, (heads, n.head_dim)),
             chunk_size=settings.chunk_size,
             rotary_dim_divisor=settings.rotary_dim_divisor,
-            dtype=packed.dtype,
+            dtype=x.dtype,
             cu_seqlens=cu_seqlens,
             fuse_pregate_headwise_rms_norm=settings.mamba3_outproj_norm,
-            outproj_norm_weight=self.norm_weight,
+            outproj_norm_weight=None if self.norm_weight is None else self._scanned(self.norm_weight),
             outproj_norm_eps=NORM_EPS,
             forward_kernel=settings.mamba3_forward_kernel,
             backward_kernel=settings.mamba3_backward_kernel,
         )
-        return out.flatten(2).transpose(0, 1).contiguous()
+        out = out.flatten(2).transpose(0, 1)
+        return out.contiguous() if order is None else tokens_for_heads(out, order, self.cp_group).contiguous()
 
-    def _angles(self, hidden_states: Tensor) -> Tensor:
-        """[s, b, angles], the same on every tensor-parallel rank.
+    def _projected(self, hidden_states: Tensor, order: Tensor | None) -> list[Tensor]:
+        """z, x, B, C, dd_dt, dd_A, trap, angles for the heads that this rank scans, each [s, b, .]."""
+        n, cp = self.local, self.cp_size
+        packed, _ = self.in_proj(hidden_states)
+        parts = dict(zip(n.in_proj_parts, packed.split(list(n.in_proj_parts.values()), dim=-1), strict=True))
+        if n.bc_sharded:
+            angles = self._replicated(hidden_states, self.angle_proj)
+        else:
+            weight = torch.cat([self.bc_proj, self.angle_proj])
+            rows = [*n.bc_parts.values(), n.angles]
+            parts["B"], parts["C"], angles = self._replicated(hidden_states, weight).split(rows, dim=-1)
+        for name in ("B", "C"):
+            parts[name] = self._groups_read(parts[name])
+        parts = [parts[name] for name in self.sizes.in_proj_parts]
+        if order is None:
+            return [*parts, angles]
+        parts = [part.unflatten(-1, (cp, -1)) for part in parts]
+        parts.append(angles[:, :, None].expand(-1, -1, cp, -1))
+        return heads_for_tokens(parts, order, self.cp_group)
 
-        Each rank's heads give a share of the gradient. The shares are summed on the angles, which are narrow, so that
-        the gradients of the weight and of the input come out whole; under sequence parallelism they are whole for the
-        rank's part of s, and the weight's are summed over the ranks.
+    def _groups_read(self, y: Tensor) -> Tensor:
+        """B or C of the groups on this rank -> of those that the heads read, context-parallel rank by rank."""
+        n, cp = self.local, self.cp_size
+        held = self.tp_group.rank() * n.groups if n.bc_sharded else 0
+        first = self.tp_group.rank() * cp
+        read = [g - held for i in range(cp) for g in self.sizes.groups_of(self.tp_size * cp, first + i)]
+        if read == list(range(n.groups)):
+            return y
+        index = torch.tensor(read, device=y.device)
+        return y.unflatten(-1, (n.groups, -1)).index_select(-2, index).flatten(-2)
+
+    def _scanned(self, parameter: Tensor) -> Tensor:
+        """The share, of a parameter with a value for each head, of the heads that this rank scans."""
+        return parameter if self.cp_size == 1 else parameter.chunk(self.cp_size)[self.cp_group.rank()]
+
+    def _replicated(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
+        """[s, b, rows] of a projection that is the same on every tensor-parallel rank.
+
+        Each rank's heads give a share of the gradient. The shares are summed on the projected values, which are
+        narrow, so that the gradients of the weight and of the input come out whole; under sequence parallelism they
+        are whole for the rank's part of s, and the weight's are summed over the ranks.
         """
         if self.sequence_parallel:
-            weight = sum_gradient(self.angle_proj, self.tp_group)
+            weight = sum_gradient(weight, self.tp_group)
             return gather_from_sequence_parallel_region(F.linear(hidden_states, weight), group=self.tp_group)
-        return sum_gradient(F.linear(hidden_states, self.angle_proj), self.tp_group)
+        return sum_gradient(F.linear(hidden_states, weight), self.tp_group)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """For megatron's distributed checkpoints, such that another number of tensor-parallel ranks can load them."""
         return mixer_sharded_state_dict(self, prefix, sharded_offsets, metadata)
-
-
-class StateNorm(nn.Module):
-    """RMSNorm over the state dimension, with one weight for all heads of all tensor-parallel ranks.
-
-    A module, because DDP waits for gathered parameters in the forward of the module that owns them.
-    """
-
-    def __init__(self, state: int, group: ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.group = group
-        self.weight = nn.Parameter(torch.ones(state, device=device, dtype=dtype))
-
-    def forward(self, y: Tensor) -> Tensor:
-        """y [..., state], of any float dtype; computed in fp32 or wider."""
-        wide = y.to(torch.promote_types(torch.float32, y.dtype))
-        weight = sum_gradient(self.weight, self.group).to(wide.dtype)
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS) * weight).to(y.dtype)
 
 
 def heavy_tail(x: Tensor) -> Tensor:
@@ -267,9 +293,17 @@ def heavy_tail(x: Tensor) -> Tensor:
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"heavy_tail": heavy_tail, "softplus": F.softplus}
 
 
-def _check_parallelism(config: Any, settings: Mamba3Config) -> None:
-    if (cp := getattr(config, "context_parallel_size", 1)) > 1:
-        raise ConfigError(f"--context-parallel-size {cp}: must be 1 with {flag('use_mamba3_mixer')}")
+def _groups(pg_collection: Any) -> tuple[ProcessGroup, ProcessGroup | None]:
+    """The tensor-parallel group and the context-parallel one, where there is one."""
+    if pg_collection is None:
+        return (
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_context_parallel_group(check_initialized=False),
+        )
+    return pg_collection.tp, getattr(pg_collection, "cp", None)
+
+
+def _check_recompute(config: Any, settings: Mamba3Config) -> None:
     if settings.mamba3_recompute and getattr(config, "fp8", None):
         raise ConfigError(f"{flag('mamba3_recompute')}: cannot be combined with --fp8-format {config.fp8}")
 

@@ -22,6 +22,7 @@ class MixerSizes:
     state: int  # N
     head_dim: int  # P
     angles: int  # rotation angles per token, shared by all heads
+    bc_sharded: bool = True  # False: B and C have a projection of their own, replicated over tensor-parallel ranks
 
     @classmethod
     def from_config(cls, config: Any, hidden: int, settings: Mamba3Config) -> MixerSizes:
@@ -62,40 +63,58 @@ class MixerSizes:
     @property
     def in_proj_parts(self) -> dict[str, int]:
         """Rows of each part of the packed projection, in order. B and C are laid out (g r n): groups shard."""
-        bc = self.groups * self.rank * self.state
         return {
             "z": self.inner,
             "x": self.inner,
-            "B": bc,
-            "C": bc,
+            **(self.bc_parts if self.bc_sharded else {}),
             "dd_dt": self.heads,
             "dd_A": self.heads,
             "trap": self.heads,
         }
 
     @property
+    def bc_parts(self) -> dict[str, int]:
+        """Rows of B and of C."""
+        return dict.fromkeys(("B", "C"), self.groups * self.rank * self.state)
+
+    @property
     def in_proj_rows(self) -> int:
         return sum(self.in_proj_parts.values())
 
-    def local(self, tp: int) -> MixerSizes:
-        """The share of one of `tp` tensor-parallel ranks.
+    def local(self, tp: int, cp: int = 1) -> MixerSizes:
+        """The share of one of `tp` tensor-parallel ranks. Groups that `tp` does not divide are all on every rank.
 
         Raises:
-            ConfigError: heads or groups that `tp` does not divide.
+            ConfigError: heads that `tp` context-parallel ranks of `cp` each do not divide.
         """
-        for name, count in (("heads", self.heads), ("groups", self.groups)):
-            if count % tp:
+        for ranks, given in (
+            (tp, f"--tensor-model-parallel-size {tp}"),
+            (tp * cp, f"--tensor-model-parallel-size {tp} x --context-parallel-size {cp} = {tp * cp}"),
+        ):
+            if self.heads % ranks:
                 raise ConfigError(
-                    f"--tensor-model-parallel-size {tp}: must divide the number of Mamba {name}, which is {count} "
-                    f"(--mamba-num-{name})"
+                    f"{given}: must divide the number of Mamba heads, which is {self.heads} (--mamba-num-heads)"
                 )
+        if self.groups % tp:
+            return replace(self, heads=self.heads // tp, bc_sharded=False)
         return replace(self, heads=self.heads // tp, groups=self.groups // tp)
+
+    def groups_of(self, ranks: int, index: int) -> list[int]:
+        """Groups whose B and C are read by the heads of rank `index` of `ranks`: each by the same number of
+        consecutive heads, so that a group is named again for each head where no larger number fits."""
+        mine, per_group = self.heads // ranks, self.heads // self.groups
+        step = mine if per_group % mine == 0 else per_group if mine % per_group == 0 else 1
+        return [head // per_group for head in range(index * mine, (index + 1) * mine, step)]
 
     def rank_rows(self, tp: int, tp_rank: int) -> Tensor:
         """Indices of the whole packed projection's rows that `tp_rank` holds, in its order; int64."""
-        rows, start = [], 0
-        for size in self.in_proj_parts.values():
-            share = size // tp
-            rows.append(torch.arange(share) + (start + tp_rank * share))
+        held, rows, start = self.local(tp).in_proj_parts, [], 0
+        for name, size in self.in_proj_parts.items():
+            if name in held:
+                rows.append(torch.arange(held[name]) + (start + tp_rank * held[name]))
             start += size
         return torch.cat(rows)
+
+    def bc_rows(self) -> slice:
+        """The rows of B and C in the whole packed projection."""
+        return slice(2 * self.inner, 2 * self.inner + sum(self.bc_parts.values()))

@@ -14,10 +14,10 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from .mamba3_mixer import Mamba3Mixer, Mamba3MixerSubmodules
+from .norms import StackNorm
 
 
 def mamba3_mixer_spec(in_proj: Any = ColumnParallelLinear, out_proj: Any = RowParallelLinear) -> ModuleSpec:
@@ -27,9 +27,9 @@ def mamba3_mixer_spec(in_proj: Any = ColumnParallelLinear, out_proj: Any = RowPa
 
 def hybrid_stack_spec() -> ModuleSpec:
     """Layers `M` (Mamba-3), `*` (attention) and `-` (MLP) of megatron-core alone, for its MambaModel."""
-    mamba = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mamba3_mixer_spec(), mamba_bda=get_bias_dropout_add)
+    mamba = MambaLayerSubmodules(norm=StackNorm, mixer=mamba3_mixer_spec(), mamba_bda=get_bias_dropout_add)
     attention = TransformerLayerSubmodules(
-        input_layernorm=WrappedTorchNorm,
+        input_layernorm=StackNorm,
         self_attention=ModuleSpec(
             module=SelfAttention,
             params={"attn_mask_type": AttnMaskType.causal},
@@ -40,7 +40,7 @@ def hybrid_stack_spec() -> ModuleSpec:
         self_attn_bda=get_bias_dropout_add,
     )
     mlp = TransformerLayerSubmodules(
-        pre_mlp_layernorm=WrappedTorchNorm,
+        pre_mlp_layernorm=StackNorm,
         mlp=ModuleSpec(
             module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         ),

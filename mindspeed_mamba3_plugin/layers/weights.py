@@ -61,11 +61,13 @@ def shard(state: Mapping[str, Tensor], sizes: MixerSizes, tp: int, tp_rank: int)
 
     Raises:
         ValueError: a weight is missing, unknown, or of another shape than `sizes` gives.
-        ConfigError: `tp` does not divide the heads or the groups.
+        ConfigError: `tp` does not divide the heads.
     """
-    sizes.local(tp)
+    local = sizes.local(tp)
     _check(state, _shapes(sizes, outproj_norm="norm_weight" in state))
     result = {}
+    if not local.bc_sharded:
+        result["bc_proj"] = state["in_proj.weight"][sizes.bc_rows()]
     for name, value in state.items():
         if name == "in_proj.weight":
             result[name] = value[sizes.rank_rows(tp, tp_rank).to(value.device)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -53,7 +52,6 @@ def activate(deterministic: bool = True) -> None:
     _redirect_rng()
     _answer_cuda_tensor_types()
     _skip_graph_capture_check()
-    _norm_without_transformer_engine()
     _active = True
 
 
@@ -155,15 +153,6 @@ def _skip_graph_capture_check() -> None:
     for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
         if hasattr(torch.optim.Optimizer, name):
             setattr(torch.optim.Optimizer, name, _returning(None))
-
-
-def _norm_without_transformer_engine() -> None:
-    """MambaStack builds its last norm as TENorm, which cannot be built without TransformerEngine."""
-    if find_spec("transformer_engine") is None:
-        import megatron.core.ssm.mamba_block as mamba_block
-        from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-        mamba_block.TENorm = WrappedTorchNorm
 
 
 def _returning(value: Any) -> Callable[..., Any]:

@@ -239,17 +239,6 @@ def test_settings_that_do_not_fit_are_refused(make_mixer, settings, message):
         make_mixer(**settings)
 
 
-def test_context_parallelism_is_refused(megatron):
-    from building import build_config
-
-    from mindspeed_mamba3_plugin.layers.mamba3_mixer import Mamba3Mixer, Mamba3MixerSubmodules
-
-    config = build_config()
-    config.context_parallel_size = 2
-    with pytest.raises(ConfigError, match="--context-parallel-size 2: must be 1"):
-        Mamba3Mixer(config, Mamba3MixerSubmodules(), d_model=HIDDEN)
-
-
 def test_an_input_projection_that_normalises_is_refused(make_mixer):
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 

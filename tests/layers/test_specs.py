@@ -1,9 +1,19 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 
-def test_hybrid_stack_trains(megatron):
+@pytest.fixture
+def enabled():
+    from mindspeed_mamba3_plugin import enable, revert
+
+    enable()
+    yield
+    revert()
+
+
+def test_hybrid_stack_trains(megatron, enabled):
     from building import build_config
     from megatron.core.models.mamba import MambaModel
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -58,6 +60,33 @@ def test_shards_hold_whole_heads_and_groups():
         assert torch.equal(first[name], ours[name]) and torch.equal(second[name], ours[name])
 
 
+def test_groups_that_do_not_shard_are_a_projection_of_their_own():
+    ours = from_upstream(upstream_state(), SIZES)
+    whole = dict(
+        zip(SIZES.in_proj_parts, ours["in_proj.weight"].split(list(SIZES.in_proj_parts.values())), strict=True)
+    )
+    for rank in range(4):
+        local = shard(ours, SIZES, 4, rank)
+        assert torch.equal(local["bc_proj"], torch.cat([whole["B"], whole["C"]]))
+        mine = [whole[name].chunk(4)[rank] for name in ("z", "x", "dd_dt", "dd_A", "trap")]
+        assert torch.equal(local["in_proj.weight"], torch.cat(mine))
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "ranks", "read"),
+    [
+        (4, 2, 2, [[0], [1]]),
+        (4, 2, 1, [[0, 1]]),
+        (8, 2, 4, [[0], [0], [1], [1]]),
+        (6, 3, 2, [[0, 0, 1], [1, 2, 2]]),
+        (6, 1, 3, [[0], [0], [0]]),
+    ],
+)
+def test_groups_that_the_heads_of_a_rank_read(heads, groups, ranks, read):
+    sizes = replace(SIZES, heads=heads, groups=groups)
+    assert [sizes.groups_of(ranks, i) for i in range(ranks)] == read
+
+
 def test_states_that_do_not_fit_are_refused():
     state = upstream_state()
     with pytest.raises(ValueError, match="state dict lacks mimo_x"):
@@ -68,7 +97,5 @@ def test_states_that_do_not_fit_are_refused():
         from_upstream({**state, "D": torch.ones(3)}, SIZES)
     with pytest.raises(ValueError, match=r"in_proj.weight has shape \(77, 5\): must be \(76, 5\)"):
         to_upstream({**from_upstream(state, SIZES), "in_proj.weight": state["in_proj.weight"]}, SIZES)
-    with pytest.raises(ConfigError, match=r"--tensor-model-parallel-size 4: must divide .* Mamba groups.*2"):
-        shard(from_upstream(state, SIZES), SIZES, 4, 0)
     with pytest.raises(ConfigError, match=r"--tensor-model-parallel-size 3: must divide .* Mamba heads.*4"):
         SIZES.local(3)

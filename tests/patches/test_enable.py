@@ -33,7 +33,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from mindspeed_mamba3_plugin.layers.mamba3_mixer import Mamba3Mixer
 
 ON = Mamba3Config(use_mamba3_mixer=True, mamba3_mimo_rank=2, mamba3_chunk_size=8)
-WITHOUT_TRAINING = 4  # patches that apply where megatron.training is absent
+WITHOUT_TRAINING = 8  # patches that apply where megatron.training is absent
 
 
 def entry(target: str):
@@ -142,13 +142,14 @@ def test_bad_settings_are_refused_before_anything_is_patched():
 def test_megatrons_own_spec_object_holds_the_mixer_while_enabled():
     captured = mamba_stack_spec.submodules.mamba_layer  # held by somebody since before
     was = captured.submodules
+    from megatron.core.extensions import transformer_engine as te
+
+    norm = te.TENorm
     enable(ON)
     assert mamba_stack_spec.submodules.mamba_layer is captured
     assert captured.submodules.mixer.module is Mamba3Mixer
-    from megatron.core.extensions import transformer_engine as te
-
     assert captured.submodules.mixer.submodules.in_proj is te.TEColumnParallelLinear, "the fused norm has moved"
-    assert captured.submodules.norm is te.TENorm
+    assert captured.submodules.norm is norm
     assert captured.submodules.mixer.submodules.out_proj is was.mixer.submodules.out_proj
     assert captured.submodules.mamba_bda is was.mamba_bda
     revert()

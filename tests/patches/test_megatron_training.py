@@ -79,7 +79,7 @@ def test_off_leaves_megatrons_parser_alone(arguments, argv, capsys):
         arguments.parse_args()
     assert "--mamba3-mimo-rank" in capsys.readouterr().err
     enable()
-    assert len(patches.applied()) == 6
+    assert len(patches.applied()) == 10
     revert()
     assert (arguments.parse_args, arguments.core_transformer_config_from_args) == originals
 
