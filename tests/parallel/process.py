@@ -1,4 +1,4 @@
-"""One process of a parallel test: `process.py RANK WORLD FOLDER STAGE`. Prints what it found wrong; exits with 1, or 0.
+"""One process of a parallel test: `process.py RANK WORLD FOLDER STAGE`. Prints what it found wrong, and exits with 1.
 
 A world of one makes the references; a world of two compares every layout with them.
 """
