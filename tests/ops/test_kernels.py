@@ -143,6 +143,25 @@ def test_same_call_same_bits(family, small_tiles):
         assert torch.equal(a, b), name
 
 
+def test_deterministic_algorithms_can_be_asked_for(family, small_tiles):
+    """No operation that PyTorch refuses then, and the same bits; there it also fills new memory with NaN."""
+    x = make(S=40, device=DEVICE, norm=True, cu_seqlens=[0, 17, 40], return_state=True)
+    grad_out = torch.randn(1, 40, 2, 16, device=DEVICE)
+
+    def run() -> tuple:
+        out, state = family.forward(x)
+        return out, *state, *family.backward(x, grad_out)
+
+    before = run()
+    torch.use_deterministic_algorithms(True)
+    try:
+        after = run()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, b in zip(before, after, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_packed_is_the_same_as_separate(family, small_tiles):
     x = make(S=48, cu_seqlens=[0, 31, 48], device=DEVICE)
     grad_out = torch.randn(1, 48, 2, 16, device=DEVICE)
@@ -161,6 +180,12 @@ def test_packed_is_the_same_as_separate(family, small_tiles):
 def test_small_and_large_angles(family, angle):
     x = make(S=24, device=DEVICE)
     check(family, replace(x, Angles=x.Angles.sign() * angle))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_large_queries_and_keys(family, small_tiles, norm):
+    x = make(S=40, norm=norm, device=DEVICE)
+    check(family, replace(x, Q=x.Q * 1e3, K=x.K * 1e3))
 
 
 def test_decay_of_very_different_sizes(family, small_tiles):

@@ -40,13 +40,19 @@ def _angles_kernel(
                 mask=here[:, None] & (n[None, :] < A),
                 other=0.0,
             ).to(tl.float32)
-            turns = tl.cumsum(wrap(tanh(angle) * step[:, None]), axis=0)
-            theta = wrap(turn + wrap(turns)) * _PI
+            turns = wrap(tanh(angle) * step[:, None])
+            # Multiples of 2^-12 add up exactly, and what they leave is too small to lose bits that count.
+            coarse = tl.floor(turns * 4096.0 + 0.5) * (1.0 / 4096.0)
+            fine = tl.cumsum(turns - coarse, axis=0)
+            coarse = tl.cumsum(coarse, axis=0)
+            theta = wrap(turn + (wrap(coarse) + fine)) * _PI
             out = ((chunk * H + h) * C + t[:, None]) * NH + n[None, :]
             tl.store(cos + out, tl.cos(theta), mask=n[None, :] < A)
             tl.store(sin + out, tl.sin(theta), mask=n[None, :] < A)
             # Two-sum of the chunk's turns: what `turn` cannot hold stays in `rest`.
-            more = wrap(tl.sum(tl.where((t == C - 1)[:, None], turns, 0.0), axis=0)[None, :]) + rest
+            at_end = (t == C - 1)[:, None]
+            more = wrap(tl.sum(tl.where(at_end, coarse, 0.0), axis=0)[None, :])
+            more += tl.sum(tl.where(at_end, fine, 0.0), axis=0)[None, :] + rest
             total = turn + more
             part = total - turn
             rest = (turn - (total - part)) + (more - part)
