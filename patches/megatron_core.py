@@ -1,4 +1,4 @@
-"""megatron-core 0.16: the Mamba-3 mixer in the `M` slot, its settings on TransformerConfig, its fp32 parameters."""
+"""megatron-core: the Mamba-3 mixer in the `M` slot, its settings on TransformerConfig, its fp32 parameters."""
 
 from __future__ import annotations
 
@@ -12,8 +12,21 @@ from ..config import Mamba3Config, flag
 from . import megatron_optimizer
 from .engine import Patch, PatchError
 
-SUPPORTED = "megatron-core>=0.16.1,<0.17"
-_MAMBA_LAYER_INIT = "self config submodules layer_number residual_in_fp32 pg_collection pp_layer_offset"
+SUPPORTED = "megatron-core>=0.12.1,<0.20"
+_MAMBA_LAYER_INIT = tuple(
+    tuple(f"self config submodules layer_number {names}".split())
+    for names in (
+        "pg_collection pp_layer_offset name",
+        "pg_collection pp_layer_offset",
+        "residual_in_fp32 pg_collection pp_layer_offset",
+        "residual_in_fp32 pg_collection",
+        "residual_in_fp32",
+    )
+)
+_STACK_SPECS = {  # module: its stack spec; megatron-core has the first since 0.18, and the second before
+    "megatron.core.models.hybrid.hybrid_layer_specs": "hybrid_stack_spec",
+    "megatron.core.models.mamba.mamba_layer_specs": "mamba_stack_spec",
+}
 
 
 @lru_cache
@@ -45,20 +58,34 @@ def patches(settings: Mamba3Config) -> tuple[Patch, ...]:
             flag="use_mamba3_mixer",
             requires=SUPPORTED,
             wrapper=mamba_layer_wrapper,
-            parameters=tuple(_MAMBA_LAYER_INIT.split()),
+            parameters=_MAMBA_LAYER_INIT[0],
+            older=_MAMBA_LAYER_INIT[1:],
             built="megatron.core.ssm.mamba_mixer:MambaMixer",
         ),
         Patch(
-            "megatron.core.models.mamba.mamba_layer_specs:mamba_stack_spec.submodules.mamba_layer.submodules",
+            f"{_stack_spec()}.submodules.mamba_layer.submodules",
             "megatron's own stack spec shows the mixer that will be built",
             flag="use_mamba3_mixer",
             requires=SUPPORTED,
             wrapper=with_mamba3_mixer,
+            optional=True,
             engine_only=True,
         ),
         *megatron_optimizer.patches(settings, SUPPORTED),
         *(() if find_spec("transformer_engine") else (_final_norm(),)),
     )
+
+
+def _stack_spec() -> str:
+    found = next((name for name in _STACK_SPECS if _exists(name)), list(_STACK_SPECS)[-1])
+    return f"{found}:{_STACK_SPECS[found]}"
+
+
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package on the way
+        return False
 
 
 def _final_norm() -> Patch:
@@ -88,7 +115,6 @@ def with_mamba3_mixer(layer: Any) -> Any:
     Raises:
         PatchError: the mixer is neither of the two, or its spec has parameters that only MambaMixer knows.
     """
-    from megatron.core.ssm.mamba_mixer import MambaMixer
     from megatron.core.transformer.spec_utils import get_module
 
     from ..layers.mamba3_mixer import Mamba3Mixer
@@ -97,6 +123,8 @@ def with_mamba3_mixer(layer: Any) -> Any:
     mixer = get_module(layer.mixer)
     if isinstance(mixer, type) and issubclass(mixer, Mamba3Mixer):
         return layer
+    from megatron.core.ssm.mamba_mixer import MambaMixer
+
     if mixer is not MambaMixer or layer.mixer is MambaMixer:
         raise PatchError(
             f"{flag('use_mamba3_mixer')}: the 'M' layer's spec says {layer.mixer!r}, and Mamba3Mixer takes the place "

@@ -64,7 +64,7 @@ def locate(target: str, version: str) -> tuple[Any, str, Any]:
     module, _, path = target.partition(":")
     try:
         holder: Any = import_module(module)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise ModuleAbsent(f"{target}: importing {module}{version} failed: {error}") from error
     except Exception as error:
         raise PatchError(f"{target}: importing {module}{version} failed: {error!r}") from error

@@ -7,29 +7,28 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-    sharded_state_dict_default,
-)
+from megatron.core.transformer import utils
 from torch import Tensor, nn
 
 
 def mixer_sharded_state_dict(mixer: nn.Module, prefix: str, sharded_offsets: tuple, metadata: dict | None) -> dict:
     """The sharded state dict of a Mamba3Mixer: own parameters, then those of its children."""
-    metadata = ensure_metadata_has_dp_cp_group(metadata)
+    groups, dp_cp = {}, {}
+    if hasattr(utils, "ensure_metadata_has_dp_cp_group"):  # 0.16: before, Megatron's global groups are used
+        metadata = utils.ensure_metadata_has_dp_cp_group(metadata)
+        groups, dp_cp = {"tp_group": mixer.tp_group}, {"dp_cp_group": metadata["dp_cp_group"]}
     own = {name: p for name, p in mixer.named_parameters(recurse=False)}
-    result = make_sharded_tensors_for_checkpoint(
+    result = utils.make_sharded_tensors_for_checkpoint(
         own,
         prefix,
         {name: 0 for name, p in own.items() if getattr(p, "tensor_model_parallel", False)},
         sharded_offsets,
-        tp_group=mixer.tp_group,
-        dp_cp_group=metadata["dp_cp_group"],
+        **groups,
+        **dp_cp,
     )
     for name, child in mixer.named_children():
         result.update(
-            sharded_state_dict_default(child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=mixer.tp_group)
+            utils.sharded_state_dict_default(child, f"{prefix}{name}.", sharded_offsets, metadata, **groups)
         )
     key = f"{prefix}in_proj.weight"
     if mixer.bc_proj is not None:  # under the same keys as where B and C are packed

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class Mamba3Mixer(MegatronModule):
         super().__init__(config)
         self.settings = Mamba3Config.from_object(config)
         self.settings.check_environment()
-        _check_recompute(config, self.settings)
+        self.recompute = _recomputes(config, self.settings)
         self.tp_group, self.cp_group = _groups(pg_collection)
         self.tp_size, self.cp_size = self.tp_group.size(), self.cp_group.size() if self.cp_group else 1
         self.sequence_parallel = config.sequence_parallel and self.tp_size > 1
@@ -184,10 +185,14 @@ class Mamba3Mixer(MegatronModule):
         cu_seqlens = order = None
         tokens = hidden_states.shape[0] * (self.tp_size if self.sequence_parallel else 1) * self.cp_size
         if packed_seq_params is not None:
+            if (ranks := getattr(packed_seq_params, "local_cp_size", None)) not in (None, self.cp_size):
+                raise NotImplementedError(
+                    f"packed_seq_params.local_cp_size {ranks}: must be None or --context-parallel-size, {self.cp_size}"
+                )
             cu_seqlens = _bounds(packed_seq_params, tokens)
         if self.cp_size > 1:
             order = sequence_order(tokens, self.cp_size, cu_seqlens, hidden_states.device)
-        if self.settings.mamba3_recompute and torch.is_grad_enabled():
+        if self.recompute and torch.is_grad_enabled():
             y = checkpoint(self._mix, hidden_states, cu_seqlens, order, use_reentrant=False, preserve_rng_state=False)
         else:
             y = self._mix(hidden_states, cu_seqlens, order)
@@ -303,9 +308,16 @@ def _groups(pg_collection: Any) -> tuple[ProcessGroup, ProcessGroup | None]:
     return pg_collection.tp, getattr(pg_collection, "cp", None)
 
 
-def _check_recompute(config: Any, settings: Mamba3Config) -> None:
-    if settings.mamba3_recompute and getattr(config, "fp8", None):
-        raise ConfigError(f"{flag('mamba3_recompute')}: cannot be combined with --fp8-format {config.fp8}")
+def _recomputes(config: Any, settings: Mamba3Config) -> bool:
+    """Whether the mixer recomputes its activations itself: when it is asked to, and for Megatron's full recomputation
+    where the hybrid stack, as before 0.18, silently leaves that out."""
+    asked = settings.mamba3_recompute
+    if getattr(config, "recompute_granularity", None) == "full":
+        asked = find_spec("megatron.core.recompute") is None
+    if asked and getattr(config, "fp8", None):
+        given = flag("mamba3_recompute") if settings.mamba3_recompute else "--recompute-granularity full"
+        raise ConfigError(f"{given}: cannot be combined with --fp8-format {config.fp8}")
+    return asked
 
 
 def _bounds(packed: Any, tokens: int) -> Tensor:

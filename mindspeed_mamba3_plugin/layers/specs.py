@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -15,6 +15,14 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+try:
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+except ImportError:  # before 0.18
+    from megatron.core.models.mamba import MambaModel as HybridModel
+    from megatron.core.ssm.mamba_block import MambaStack as HybridStack
+    from megatron.core.ssm.mamba_block import MambaStackSubmodules as HybridStackSubmodules
 
 from .mamba3_mixer import Mamba3Mixer, Mamba3MixerSubmodules
 from .norms import StackNorm
@@ -26,7 +34,7 @@ def mamba3_mixer_spec(in_proj: Any = ColumnParallelLinear, out_proj: Any = RowPa
 
 
 def hybrid_stack_spec() -> ModuleSpec:
-    """Layers `M` (Mamba-3), `*` (attention) and `-` (MLP) of megatron-core alone, for its MambaModel."""
+    """Layers `M` (Mamba-3), `*` (attention) and `-` (MLP) of megatron-core alone, for its hybrid model."""
     mamba = MambaLayerSubmodules(norm=StackNorm, mixer=mamba3_mixer_spec(), mamba_bda=get_bias_dropout_add)
     attention = TransformerLayerSubmodules(
         input_layernorm=StackNorm,
@@ -47,13 +55,25 @@ def hybrid_stack_spec() -> ModuleSpec:
         mlp_bda=get_bias_dropout_add,
     )
     return ModuleSpec(
-        module=MambaStack,
-        submodules=MambaStackSubmodules(
+        module=HybridStack,
+        submodules=HybridStackSubmodules(
             mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
             attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
             mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
         ),
     )
+
+
+def hybrid_model(config: Any, stack_spec: ModuleSpec, pattern: str, **settings: Any) -> HybridModel:
+    """megatron-core's hybrid model, whose class and arguments have had other names before.
+
+    Args:
+        settings: its other arguments, vocab_size and max_sequence_length among them.
+    """
+    known = inspect.signature(HybridModel).parameters
+    spec = next(name for name in ("hybrid_stack_spec", "mamba_stack_spec") if name in known)
+    letters = next(name for name in ("hybrid_layer_pattern", "hybrid_override_pattern") if name in known)
+    return HybridModel(config, **{spec: stack_spec, letters: pattern}, **settings)
 
 
 def without_fused_norm(norm: Any, in_proj: Any) -> tuple[Any, Any]:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -46,6 +49,7 @@ def activate(deterministic: bool = True) -> None:
     if _active:
         return
     _redirect_current_device()
+    _import_extensions()
     _redirect_factories()
     _redirect_moves()
     _stand_in_for_streams()
@@ -58,6 +62,33 @@ def activate(deterministic: bool = True) -> None:
 def active() -> bool:
     """True once `activate` has run in this process."""
     return _active
+
+
+def _import_extensions() -> None:
+    """megatron-core 0.12 cannot import its own extensions, which its hybrid stack needs, without TransformerEngine:
+    empty classes take its place during that import only."""
+    try:
+        import_module("megatron.core.extensions.transformer_engine")
+    except ModuleNotFoundError as error:
+        if error.name != "transformer_engine":
+            raise
+        root = _Empty("transformer_engine")
+        sys.modules[root.__name__] = root
+        try:
+            import_module("megatron.core.extensions.transformer_engine")
+        finally:
+            del sys.modules[root.__name__]
+
+
+class _Empty(ModuleType):
+    """A module of modules (lower-case names) and empty classes."""
+
+    __version__ = "0.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (torch.nn.Module,), {}) if name[0].isupper() else _Empty(name)
 
 
 def _redirect_current_device() -> None:

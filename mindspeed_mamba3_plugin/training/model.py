@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.mamba import MambaModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
@@ -18,7 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from ..layers.mamba3_mixer import Mamba3Mixer
-from ..layers.specs import hybrid_stack_spec
+from ..layers.specs import hybrid_model, hybrid_stack_spec
 from .config import RunConfig
 from .data import VOCAB_SIZE
 
@@ -51,12 +50,12 @@ def build_model(run: RunConfig) -> DistributedDataParallel:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
     )
-    model = MambaModel(
+    model = hybrid_model(
         config,
-        mamba_stack_spec=_stock_stack_spec(),
+        _stock_stack_spec(),
+        m.hybrid_override_pattern,
         vocab_size=VOCAB_SIZE,
         max_sequence_length=run.data.sequence_length,
-        hybrid_override_pattern=m.hybrid_override_pattern,
         share_embeddings_and_output_weights=True,
     ).cuda()  # megatron's word for the current device
     if config.bf16:

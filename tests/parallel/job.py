@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.mamba import MambaModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from mindspeed_mamba3_plugin.layers.specs import hybrid_stack_spec
+from mindspeed_mamba3_plugin.layers.specs import hybrid_model, hybrid_stack_spec
 
 LENGTH, VOCABULARY, SAMPLES = 32, 64, 4
 
@@ -37,6 +38,7 @@ class Layout:
     overlap: bool = False
     pattern: str = "M*M-"
     groups: int = 2
+    bounds: tuple[int, ...] = ()  # of packed sequences
     bf16: bool = False
     mamba3: dict[str, Any] = field(default_factory=dict, hash=False)
     config: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -67,12 +69,12 @@ class Job:
         )  # fmt: skip
         for name, value in layout.mamba3.items():
             setattr(config, name, value)
-        model = MambaModel(
+        model = hybrid_model(
             config,
-            mamba_stack_spec=hybrid_stack_spec(),
+            hybrid_stack_spec(),
+            layout.pattern,
             vocab_size=VOCABULARY,
             max_sequence_length=LENGTH,
-            hybrid_override_pattern=layout.pattern,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=False,
@@ -141,12 +143,18 @@ class Job:
     def _forward_step(self, batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         tokens = next(batches)
         x, y, positions = tokens[:, :-1], tokens[:, 1:], torch.arange(LENGTH)[None]
-        if self.layout.cp > 1:  # the share that Megatron's own data loading gives a rank
-            pieces = torch.arange(LENGTH).chunk(2 * self.layout.cp)
-            r = parallel_state.get_context_parallel_rank()
-            mine = torch.cat([pieces[r], pieces[-1 - r]])
-            x, y, positions = x[:, mine], y[:, mine], positions[:, mine]
-        out = model(x, positions, None, labels=y)
+        bounds, ranks = self.layout.bounds, self.layout.cp
+        if ranks > 1:  # the share of each sequence that Megatron's own data loading gives a rank
+            r, mine = parallel_state.get_context_parallel_rank(), []
+            for start, end in pairwise(bounds or (0, LENGTH)):
+                pieces = torch.arange(start, end).chunk(2 * ranks)
+                mine += [pieces[r], pieces[-1 - r]]
+            x, y, positions = (t[:, torch.cat(mine)] for t in (x, y, positions))
+        more = {}
+        if bounds:
+            ends = torch.tensor(bounds, dtype=torch.int32)
+            more["packed_seq_params"] = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+        out = model(x, positions, None, labels=y, **more)
 
         def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss = losses.float().sum() / LENGTH

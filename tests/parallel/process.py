@@ -30,10 +30,11 @@ def main(rank: int, world: int, folder: Path, stage: str) -> list[str]:
 
     attention = Layout()
     alone = Layout(pattern="MM", groups=1)  # without attention, which is not context parallel without TE
+    packed = replace(alone, bounds=(0, 8, 32))
     half = Layout(bf16=True)
     wrong = []
     if stage == "references":
-        for name, layout in {"attention": attention, "alone": alone, "half": half}.items():
+        for name, layout in {"attention": attention, "alone": alone, "packed": packed, "half": half}.items():
             make_reference(folder / name, layout)
         for distributed in (False, True):
             layout = replace(half, distributed_optimizer=distributed)
@@ -58,6 +59,11 @@ def main(rank: int, world: int, folder: Path, stage: str) -> list[str]:
             "CP, distributed": replace(alone, cp=2, mamba3=dict(mamba3_recompute=True), **sums),
         }.items():
             wrong += compare(name, layout, folder / "alone")
+        for name, layout in {
+            "CP": replace(packed, cp=2),
+            "TP, SP": replace(packed, tp=2, sequence_parallel=True),
+        }.items():
+            wrong += compare(f"{name}, packed", layout, folder / "packed")
     elif stage == "checkpoints":
         sums = dict(distributed_optimizer=True)
         for name, layout in {
