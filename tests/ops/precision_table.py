@@ -12,8 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -32,22 +36,23 @@ UPSTREAM_NAMES = {"dadt": "dA", "dmimo_out": "dmimo_o", "dd": "dD", "dnorm_weigh
 BEGIN, END = "<!-- precision table: begin -->", "<!-- precision table: end -->"
 
 
-def measure(device: str, shapes: list[tuple[int, ...]], B: int, S: int, H: int) -> dict:
-    """{shape: {implementation: {gradient: error}}}; implementations are the families and TileLang."""
-    result = {}
-    for N, P, R, C in shapes:
-        x = make(B, S, H, R=R, N=N, P=P, chunk_size=C, dtype=torch.bfloat16, device=device, seed=N + P + R)
-        grad_out = torch.randn(x.V.shape, generator=torch.Generator().manual_seed(1)).to(device, x.dtype)
-        true = reference.backward(doubled(x), grad_out.double())
-        found = {name: registry.load(name).backward(x, grad_out) for name in FAMILIES if not registry.missing(name)}
-        if tilelang := upstream_gradients(x, grad_out):
-            found["tilelang"] = tilelang
-        result[label(N, P, R, C)] = {name: errors(grads, true) for name, grads in found.items()}
-    return result
+def measure(device: str, shapes: list[tuple[int, ...]], B: int, S: int, H: int, jobs: int) -> dict:
+    """{shape: {implementation: {gradient: error}}}; implementations are the families and TileLang. The shapes run in
+    processes side by side, since compiling takes most of the time."""
+    names = ["N{}_P{}_R{}_C{}".format(*shape) for shape in shapes]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        return dict(zip(names, pool.map(partial(measure_one, device, B, S, H), shapes), strict=True))
 
 
-def label(N: int, P: int, R: int, C: int) -> str:
-    return f"N{N}_P{P}_R{R}_C{C}"
+def measure_one(device: str, B: int, S: int, H: int, shape: tuple[int, ...]) -> dict:
+    N, P, R, C = shape
+    x = make(B, S, H, R=R, N=N, P=P, chunk_size=C, dtype=torch.bfloat16, device=device, seed=N + P + R)
+    grad_out = torch.randn(x.V.shape, generator=torch.Generator().manual_seed(1)).to(device, x.dtype)
+    true = reference.backward(doubled(x), grad_out.double())
+    found = {name: registry.load(name).backward(x, grad_out) for name in FAMILIES if not registry.missing(name)}
+    if tilelang := upstream_gradients(x, grad_out):
+        found["tilelang"] = tilelang
+    return {name: errors(grads, true) for name, grads in found.items()}
 
 
 def doubled(x: Inputs) -> Inputs:
@@ -153,10 +158,10 @@ def main() -> int:
     if args.saved:
         saved = json.loads(args.saved.read_text())
     elif args.cpu:
-        saved = {"where": "interpreter, B 1 S 40 H 2", "errors": measure("cpu", SHAPES[:2], 1, 40, 2)}
+        saved = {"where": "interpreter, B 1 S 40 H 2", "errors": measure("cpu", SHAPES[:2], 1, 40, 2, 1)}
     elif torch.cuda.is_available():
         where = f"{torch.cuda.get_device_name()}, B 1 S 512 H 16 G 1"
-        saved = {"where": where, "errors": measure("cuda", SHAPES, 1, 512, 16)}
+        saved = {"where": where, "errors": measure("cuda", SHAPES, 1, 512, 16, min(8, os.cpu_count()))}
     else:
         parser.error("needs a GPU, or --from FILE, or --cpu")
     text = section(saved)

@@ -146,7 +146,7 @@ def test_same_call_same_bits(family, small_tiles):
 
 
 def test_fewer_programs_than_tasks(monkeypatch):
-    """As on an NPU, whose grids stay below 65,536 programs however large the call is: each program walks its tasks."""
+    """As on an NPU, whose grids stay below 65,536 programs however large the call: each program walks its tasks."""
     x = make(2, 40, H=3, norm=True, device=DEVICE)
     grad_out = torch.randn(2, 40, 3, 16, device=DEVICE)
     many = ascend.forward(x)[0], *ascend.backward(x, grad_out)
