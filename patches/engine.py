@@ -26,6 +26,7 @@ from .symbols import (
     installed_version,
     live_instances,
     locate,
+    origin,
 )
 
 
@@ -170,6 +171,7 @@ class Engine:
         version = check_version(patch)
         holder, name, raw = locate(patch.target, version)
         function = inner(raw)
+        holder = origin(holder, name, function)
         if patch.parameters is not None:
             if not isinstance(function, (FunctionType, type)) or definer(function) != home(holder, name):
                 raise PatchError(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import lru_cache, wraps
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from ..config import Mamba3Config, flag
@@ -77,15 +78,17 @@ def patches(settings: Mamba3Config) -> tuple[Patch, ...]:
 
 
 def _stack_spec() -> str:
-    found = next((name for name in _STACK_SPECS if _exists(name)), list(_STACK_SPECS)[-1])
+    known = list(_STACK_SPECS)
+    found = next((name for name in known if _exists(name)), known[-1])
     return f"{found}:{_STACK_SPECS[found]}"
 
 
 def _exists(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package on the way
-        return False
+    """Whether megatron-core has the module; importlib's own look-up would import the packages on the way."""
+    package = find_spec("megatron")
+    path = module.split(".")[1:]
+    folders = package.submodule_search_locations if package else ()
+    return any(Path(folder, *path).with_suffix(".py").is_file() for folder in folders)
 
 
 def _final_norm() -> Patch:

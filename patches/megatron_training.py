@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from copy import copy
 from dataclasses import asdict, fields
 from functools import lru_cache, wraps
 from typing import Any
@@ -30,6 +31,14 @@ def patches(settings: Mamba3Config) -> tuple[Patch, ...]:
             "the flags reach TransformerConfig, of which Megatron copies declared fields only",
             wrapper=config_from_args_wrapper,
             parameters=("args", "config_class"),
+            **common,
+        ),
+        Patch(
+            "megatron.training.training:num_floating_point_operations",
+            "the TFLOP/s that Megatron prints count Mamba-3 layers, not Mamba-2 ones",
+            wrapper=flops_wrapper,
+            parameters=("args", "batch_size", "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch"),
+            older=(("args", "batch_size"),),
             **common,
         ),
     )
@@ -71,3 +80,44 @@ def config_from_args_wrapper(original: Callable) -> Callable:
         return config
 
     return core_transformer_config_from_args
+
+
+def flops_wrapper(original: Callable) -> Callable:
+    """num_floating_point_operations with the mixer's own formula for each `M` layer.
+
+    Megatron's formula for such a layer is nested in the function, so its value is the difference that one more makes.
+    """
+
+    @wraps(original)
+    def num_floating_point_operations(args, batch_size, *rest, **kwargs):
+        total = original(args, batch_size, *rest, **kwargs)
+        name, pattern = _pattern(args)
+        if not pattern or "M" not in pattern:
+            return total
+        from ..layers.flops import layer_flops
+        from ..layers.sizes import MixerSizes
+
+        counted = copy(args)
+        setattr(counted, name, pattern)
+        longer = copy(args)
+        setattr(longer, name, f"M{pattern}")
+        theirs = original(longer, batch_size, *rest, **kwargs) - original(counted, batch_size, *rest, **kwargs)
+        settings = Mamba3Config.from_object(args)
+        sizes = MixerSizes.from_config(args, args.hidden_size, settings)
+        real = (*rest, None, None)[1] if rest else None
+        tokens = kwargs.get("total_real_tokens_in_batch", real) or batch_size * args.seq_length
+        ours = tokens * layer_flops(sizes, settings.chunk_size).total
+        return total + pattern.count("M") * (ours - theirs)
+
+    return num_floating_point_operations
+
+
+def _pattern(args: Any) -> tuple[str, str | None]:
+    """The argument that names the layers, and its value; made from the ratios where those are given instead."""
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+        if value := getattr(args, name, None):
+            return name, value
+    if not getattr(args, "is_hybrid_model", False) or not hasattr(args, "hybrid_attention_ratio"):
+        return "", None
+    others = [round(args.num_layers * ratio) for ratio in (args.hybrid_attention_ratio, args.hybrid_mlp_ratio)]
+    return "hybrid_override_pattern", "M" * (args.num_layers - sum(others)) + "*" * others[0] + "-" * others[1]

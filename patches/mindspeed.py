@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
+from types import MethodType
 from typing import Any
 
 from ..config import Mamba3Config
@@ -112,8 +113,26 @@ def _hand_over(manager: Any, settings: Mamba3Config) -> bool:
     ]
     for patch in todo:
         check_version(patch)  # MindSpeed's manager knows no version ranges
-        manager.register_patch(_path(patch), patch.wrapper)
+        manager.register_patch(_path(patch), _for_manager(patch.wrapper))
     return bool(todo)
+
+
+def _for_manager(wrapper: Callable) -> Callable:
+    """The wrapper for a manager that reads a class method as bound to its class, and puts a function in its place."""
+
+    @wraps(wrapper)
+    def for_manager(original: Any) -> Any:
+        if not isinstance(original, MethodType):
+            return wrapper(original)
+        new, owner = wrapper(original.__func__), original.__self__
+
+        @wraps(new)
+        def called_on_instances(_, *args, **kwargs):
+            return new(owner, *args, **kwargs)
+
+        return called_on_instances
+
+    return for_manager
 
 
 def _feature() -> Any:

@@ -72,9 +72,12 @@ def locate(target: str, version: str) -> tuple[Any, str, Any]:
     try:
         for owner in owners:
             holder = getattr(holder, owner)
-        return holder, name, inspect.getattr_static(holder, name)
+        raw = inspect.getattr_static(holder, name)
     except AttributeError as error:
         raise PatchError(f"{target}: {module}{version} has no {path}, which {OURS} would patch") from error
+    # What another patch manager has put back into a class: the bound method that it had read from there.
+    bound = isinstance(raw, MethodType) and raw.__self__ is holder
+    return holder, name, classmethod(raw.__func__) if bound else raw
 
 
 def entry(holder: Any, name: str) -> Any:
@@ -90,6 +93,20 @@ def home(holder: Any, name: str) -> str:
     if isinstance(holder, type):
         return next(c for c in holder.__mro__ if name in vars(c)).__module__
     return holder.__name__ if isinstance(holder, ModuleType) else type(holder).__module__
+
+
+def origin(holder: Any, name: str, obj: Any) -> Any:
+    """The module that a function or class comes from, where `holder` is a module of the same package that only
+    imports it; else `holder`."""
+    if isinstance(holder, ModuleType):
+        source = sys.modules.get(definer(obj))
+        if (
+            source
+            and source.__name__.split(".")[0] == holder.__name__.split(".")[0]
+            and vars(source).get(name) is obj
+        ):
+            return source
+    return holder
 
 
 def definer(obj: Any) -> str:

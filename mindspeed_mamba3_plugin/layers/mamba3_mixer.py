@@ -186,9 +186,8 @@ class Mamba3Mixer(MegatronModule):
         tokens = hidden_states.shape[0] * (self.tp_size if self.sequence_parallel else 1) * self.cp_size
         if packed_seq_params is not None:
             if (ranks := getattr(packed_seq_params, "local_cp_size", None)) not in (None, self.cp_size):
-                raise NotImplementedError(
-                    f"packed_seq_params.local_cp_size {ranks}: must be None or --context-parallel-size, {self.cp_size}"
-                )
+                allowed = f"None or --context-parallel-size, which is {self.cp_size}"
+                raise NotImplementedError(f"packed_seq_params.local_cp_size {ranks}: must be {allowed}")
             cu_seqlens = _bounds(packed_seq_params, tokens)
         if self.cp_size > 1:
             order = sequence_order(tokens, self.cp_size, cu_seqlens, hidden_states.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -33,12 +34,22 @@ def build_config(**settings: Any):
     )
     plugin = dict(mamba3_mimo_rank=2, mamba3_chunk_size=8, mamba3_forward_kernel="reference")
     plugin["mamba3_backward_kernel"] = "reference"
-    for name, value in settings.items():
-        (plugin if name.startswith("mamba3_") else megatron)[name] = value
+    known = {f.name for f in fields(TransformerConfig)}
+    for name, value in settings.items():  # mamba_num_heads is no field before 0.13
+        (megatron if name in known else plugin)[name] = value
     config = TransformerConfig(**megatron)
     for name, value in plugin.items():
         setattr(config, name, value)
     return config
+
+
+def process_groups() -> Any:
+    """megatron's global process groups; None before 0.15, whose layers take no others."""
+    try:
+        from megatron.core.process_groups_config import ProcessGroupCollection
+    except ImportError:
+        return None
+    return ProcessGroupCollection.use_mpu_process_groups()
 
 
 def build_mixer(pg_collection: Any = None, layer_number: int = 1, in_proj: Any = None, **settings: Any):

@@ -28,12 +28,10 @@ def megatron() -> None:
 @pytest.fixture
 def make_mixer(megatron) -> Callable:
     """make_mixer(**attributes of the TransformerConfig) -> Mamba3Mixer with small sizes, on the CPU."""
-    from building import build_mixer
-    from megatron.core.process_groups_config import ProcessGroupCollection
+    from building import build_mixer, process_groups
 
     def make(seed: int = 0, layer_number: int = 1, **settings):
         torch.manual_seed(seed)
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        return build_mixer(pg_collection=groups, layer_number=layer_number, **settings)
+        return build_mixer(pg_collection=process_groups(), layer_number=layer_number, **settings)
 
     return make

@@ -19,16 +19,15 @@ def main(tp_rank: int, rendezvous: str) -> list[str]:
     torch.set_num_threads(1)
     if detect() == "cpu":
         cpu.activate()
-    from building import HIDDEN, build_mixer, scatter_values
+    from building import HIDDEN, build_mixer, process_groups, scatter_values
     from megatron.core import parallel_state
-    from megatron.core.process_groups_config import ProcessGroupCollection
 
     from mindspeed_mamba3_plugin.layers.weights import shard
 
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=tp_rank, world_size=TP)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=TP)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    alone = ProcessGroupCollection.use_mpu_process_groups()
+    groups = process_groups()
+    alone = process_groups()
     alone.tp = [dist.new_group([r]) for r in range(TP)][tp_rank]
 
     wrong = []

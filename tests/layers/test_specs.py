@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -15,9 +17,12 @@ def enabled():
 
 def build_model(pattern: str, **settings):
     from building import build_config
+    from megatron.core import tensor_parallel
+
     from mindspeed_mamba3_plugin.layers.specs import hybrid_model, hybrid_stack_spec
 
     torch.manual_seed(0)
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
     config = build_config(num_layers=len(pattern), params_dtype=torch.float32, **settings)
     return hybrid_model(config, hybrid_stack_spec(), pattern, vocab_size=32, max_sequence_length=16)
 
@@ -59,6 +64,8 @@ def test_packed_sequences_equal_separate_ones(megatron, enabled):
     from megatron.core.packed_seq_params import PackedSeqParams
 
     model = build_model("MM")
+    if "packed_seq_params" not in inspect.signature(model.forward).parameters:
+        pytest.skip("megatron-core passes packed_seq_params since 0.16")
     tokens = torch.arange(16)[None] * 7 % 32
     ends = torch.tensor([0, 5, 16], dtype=torch.int32)
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)

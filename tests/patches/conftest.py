@@ -7,8 +7,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
+from old_core import stand_in
 
 from mindspeed_mamba3_plugin import patches
+
+stand_in()
 
 
 @pytest.fixture

@@ -29,9 +29,19 @@ ARGUMENTS = """
 """
 
 
+TRAINING = """
+    def num_floating_point_operations(args, batch_size):
+        pattern = args.hybrid_override_pattern
+        if pattern is None:
+            pattern = "M" * (args.num_layers - round(args.num_layers * args.hybrid_attention_ratio)) + "*"
+        return batch_size * (1000 * pattern.count("M") + 7 * pattern.count("*"))
+"""
+
+
 @pytest.fixture
 def arguments(stub):
     stub("megatron.training")
+    stub("megatron.training.training", TRAINING)
     return stub("megatron.training.arguments", ARGUMENTS)
 
 
@@ -79,7 +89,11 @@ def test_off_leaves_megatrons_parser_alone(arguments, argv, capsys):
         arguments.parse_args()
     assert "--mamba3-mimo-rank" in capsys.readouterr().err
     enable()
-    assert len(patches.applied()) == 10
+    assert {t for t in patches.applied() if t.startswith("megatron.training")} == {
+        "megatron.training.arguments:parse_args",
+        "megatron.training.arguments:core_transformer_config_from_args",
+        "megatron.training.training:num_floating_point_operations",
+    }
     revert()
     assert (arguments.parse_args, arguments.core_transformer_config_from_args) == originals
 
@@ -89,3 +103,23 @@ def test_another_signature_is_refused(arguments, stub):
     with pytest.raises(patches.PatchError, match=r"parse_args of megatron-core .* takes \(.*, strict\)"):
         enable()
     assert patches.applied() == ()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_flops_count_mamba3_layers(arguments, named):
+    from megatron.training import training
+
+    from mindspeed_mamba3_plugin.layers.flops import layer_flops
+    from mindspeed_mamba3_plugin.layers.sizes import MixerSizes
+
+    args = argparse.Namespace(
+        hybrid_override_pattern="MM*" if named else None, hybrid_attention_ratio=1 / 3, hybrid_mlp_ratio=0.0,
+        num_layers=3, is_hybrid_model=True, hidden_size=16, seq_length=32, mamba_state_dim=8, mamba_head_dim=8,
+        mamba_num_groups=1, mamba3_mimo_rank=2,
+    )  # fmt: skip
+    enable()
+    sizes = MixerSizes(hidden=16, heads=4, groups=1, rank=2, state=8, head_dim=8, angles=2)
+    ours = layer_flops(sizes, 32).total
+    assert training.num_floating_point_operations(args, 5) == 5 * (2 * 32 * ours + 7)
+    args.hybrid_override_pattern = "**"
+    assert training.num_floating_point_operations(args, 5) == 5 * 14

@@ -229,9 +229,9 @@ def test_hooks_take_a_namespace_and_a_config(mindspeed):
 def test_another_megatron_version_is_refused(mindspeed, originals, monkeypatch):
     import megatron.core
 
-    monkeypatch.setattr(megatron.core, "__version__", "0.12.1")
+    monkeypatch.setattr(megatron.core, "__version__", "0.11.0")
     mamba3.register()
-    with pytest.raises(patches.PatchError, match=r"installed is megatron-core 0\.12\.1"):
+    with pytest.raises(patches.PatchError, match=r"installed is megatron-core 0\.11\.0"):
         mindspeed.adaptor(use_mamba3_mixer=True)
     assert current() == originals
 
@@ -243,7 +243,7 @@ def test_enable_goes_through_mindspeed_when_its_adaptor_has_run(mindspeed, origi
     assert all(new.__wrapped__ is old for new, old in zip(current(), originals, strict=True))
     states = {s.target.rpartition(":")[2]: s.state for s in patches.report()}
     assert states["MambaLayer.__init__"] == "applied"
-    assert states["mamba_stack_spec.submodules.mamba_layer.submodules"] == "off"
+    assert {state for name, state in states.items() if name.endswith("mamba_layer.submodules")} == {"off"}
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     assert Mamba3Config.from_object(config) == settings
     assert patches.enable(settings) == settings
