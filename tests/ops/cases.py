@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mindspeed_mamba3_plugin.ops.types import GRADIENT_NAMES, TENSOR_ARGS, Gradients, Inputs
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BAND = 64  # elements on either side of every tensor
 SENTINEL = 12345.0
 

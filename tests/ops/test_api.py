@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import make, relative_error
+from cases import DEVICE, make, relative_error
 
 from mindspeed_mamba3_plugin import mamba3_mimo
 from mindspeed_mamba3_plugin.ops import api, reference, registry
@@ -39,7 +39,7 @@ def test_upstreams_arguments_in_upstreams_order():
     [("reference", False, False), ("triton", True, False), ("triton", False, True)],
 )
 def test_every_gradient_arrives_at_its_argument(kernel, norm, packed):
-    x = leaves(make(norm=norm, cu_seqlens=[0, 20, 36] if packed else None))
+    x = leaves(make(norm=norm, cu_seqlens=[0, 20, 36] if packed else None, device=DEVICE))
     out = call(x, forward_kernel="reference", backward_kernel=kernel)
     grad_out = torch.randn_like(out)
     out.backward(grad_out)
@@ -51,14 +51,14 @@ def test_every_gradient_arrives_at_its_argument(kernel, norm, packed):
 
 
 def test_a_flat_norm_weight_gets_a_flat_gradient():
-    x = make(norm=True)
+    x = make(norm=True, device=DEVICE)
     flat = x.outproj_norm_weight.flatten().requires_grad_()
     call(replace(x, outproj_norm_weight=flat)).sum().backward()
     assert flat.grad.shape == flat.shape and flat.grad.abs().sum() > 0
 
 
 def test_gradients_for_some_inputs_only():
-    x = make()
+    x = make(device=DEVICE)
     v = x.V.clone().requires_grad_()
     call(replace(x, V=v), backward_kernel="triton").sum().backward()
     assert relative_error(v.grad, reference.backward(x, torch.ones_like(x.V)).dv) < 1e-4
@@ -67,7 +67,7 @@ def test_gradients_for_some_inputs_only():
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_gives_the_same_bits(use_reentrant):
-    plain, kept = leaves(make(norm=True)), leaves(make(norm=True))
+    plain, kept = leaves(make(norm=True, device=DEVICE)), leaves(make(norm=True, device=DEVICE))
     call(plain, backward_kernel="triton").square().sum().backward()
     names = [n for n, t in zip(TENSOR_ARGS, kept.tensors, strict=True) if t is not None]
     out = torch.utils.checkpoint.checkpoint(
@@ -81,7 +81,7 @@ def test_checkpointing_gives_the_same_bits(use_reentrant):
 
 
 def test_inputs_need_not_be_contiguous():
-    x = make()
+    x = make(device=DEVICE)
     spread = replace(
         x,
         Angles=x.Angles[:, :, :1].expand_as(x.Angles),
@@ -95,9 +95,9 @@ def test_inputs_need_not_be_contiguous():
 @pytest.mark.parametrize("kernel", ["reference", "triton"])
 def test_autocast_changes_nothing(kernel):
     """Mixed bf16 activations and fp32 parameters are the normal case, and products keep the dtype asked for."""
-    plain, cast = leaves(make(dtype=torch.bfloat16)), leaves(make(dtype=torch.bfloat16))
+    plain, cast = leaves(make(dtype=torch.bfloat16, device=DEVICE)), leaves(make(dtype=torch.bfloat16, device=DEVICE))
     call(plain, forward_kernel=kernel, backward_kernel=kernel).float().sum().backward()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         out = call(cast, forward_kernel=kernel, backward_kernel=kernel)
         out.float().sum().backward()
     assert out.dtype == torch.bfloat16
@@ -108,17 +108,14 @@ def test_autocast_changes_nothing(kernel):
 
 def test_calls_are_counted_by_implementation():
     registry.reset_kernel_calls()
-    call(leaves(make()), forward_kernel="reference", backward_kernel="triton").sum().backward()
-    assert registry.kernel_calls() == {
-        "reference.forward": 1,
-        "triton-ascend.bwd_fwd": 1,
-        "triton-ascend.bwd_bwd": 1,
-    }
+    call(leaves(make(device=DEVICE)), forward_kernel="reference", backward_kernel="triton").sum().backward()
+    family = registry.resolve("triton", DEVICE)
+    assert registry.kernel_calls() == {"reference.forward": 1, f"{family}.bwd_fwd": 1, f"{family}.bwd_bwd": 1}
 
 
 @pytest.mark.parametrize("name", GRADIENT_NAMES)
 def test_a_planted_error_reaches_its_gradient_alone(name):
-    x, planted = leaves(make(norm=True)), leaves(make(norm=True))
+    x, planted = leaves(make(norm=True, device=DEVICE)), leaves(make(norm=True, device=DEVICE))
     call(x).sum().backward()
     out = call(planted).sum()
     with api.planted({name: 1.01}):
@@ -134,14 +131,14 @@ def test_planting_an_unknown_gradient_is_refused():
 
 
 def test_a_loss_on_the_state_is_refused():
-    x = leaves(make(return_state=True))
+    x = leaves(make(return_state=True, device=DEVICE))
     out, _angle, ssm, _k, _v = call(x)
     with pytest.raises(RuntimeError, match="loss on the returned state"):
         (out.sum() + ssm.sum()).backward()
 
 
 def test_a_second_derivative_is_refused():
-    x = leaves(make())
+    x = leaves(make(device=DEVICE))
     with pytest.raises(RuntimeError, match=r"second derivatives .* not supported"):
         torch.autograd.grad(call(x).sum(), x.V, create_graph=True)
 
@@ -171,14 +168,18 @@ BROKEN = {
     "missing": (lambda x: {"MIMO_V": None}, TypeError, "MIMO_V is NoneType"),
     "integers": (lambda x: {"Trap": x.Trap.int()}, TypeError, "Trap has dtype torch.int32"),
     "dtype": (lambda x: {"dtype": torch.int32}, TypeError, "dtype is torch.int32"),
-    "device": (lambda x: {"D": x.D.to("meta")}, ValueError, "D is on meta: must be on cpu"),
-    "packed batch": (lambda x: {"cu_seqlens": torch.tensor([0, 36])}, ValueError, "cu_seqlens is given with B = 2"),
+    "device": (lambda x: {"D": x.D.to("meta")}, ValueError, r"D is on meta: must be on (cpu|cuda:0), where Q is"),
+    "packed batch": (
+        lambda x: {"cu_seqlens": torch.tensor([0, 36], device=x.Q.device)},
+        ValueError,
+        "cu_seqlens is given with B = 2",
+    ),
 }
 
 
 @pytest.mark.parametrize(("change", "error", "message"), BROKEN.values(), ids=BROKEN)
 def test_a_broken_argument_is_named(change, error, message):
-    x = make(G=2, B=2) if message.startswith(("3 heads", "cu_seqlens")) else make()
+    x = make(G=2, B=2, device=DEVICE) if message.startswith(("3 heads", "cu_seqlens")) else make(device=DEVICE)
     with pytest.raises(error, match=message):
         call(replace(x, **change(x)))
 
@@ -195,17 +196,18 @@ def test_a_broken_argument_is_named(change, error, message):
 )
 def test_malformed_cu_seqlens_is_named(bounds, message):
     with pytest.raises(ValueError, match=message):
-        call(replace(make(), cu_seqlens=torch.tensor(bounds)))
+        call(replace(make(device=DEVICE), cu_seqlens=torch.tensor(bounds, device=DEVICE)))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_both_integer_types_of_cu_seqlens(dtype):
-    x = make(cu_seqlens=[0, 20, 36])
+    x = make(cu_seqlens=[0, 20, 36], device=DEVICE)
     out = call(replace(x, cu_seqlens=x.cu_seqlens.to(dtype)), forward_kernel="triton")
     assert relative_error(out, call(x)) < 1e-5
 
 
-def test_auto_is_the_reference_on_a_cpu():
+def test_auto_is_the_reference_on_a_cpu(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert registry.resolve("auto", "cpu") == "reference"
     assert registry.resolve("triton", "cpu") == "triton-ascend"  # the plain family, in the interpreter
     assert registry.resolve("auto", "npu") == "triton-ascend"

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import make
+from cases import DEVICE, make
 from test_api import call, leaves
 from test_kernels import FAMILIES, check
 
@@ -14,7 +14,6 @@ from mindspeed_mamba3_plugin.ops.triton.chunks import cut
 from mindspeed_mamba3_plugin.ops.triton.plan import plain_plan
 from mindspeed_mamba3_plugin.ops.types import Inputs
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LONG = 65536
 
 

@@ -5,13 +5,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import exact, gradient_errors, guarded, make, peak_error, relative_error
+from cases import DEVICE, exact, gradient_errors, guarded, make, peak_error, relative_error
 
 from mindspeed_mamba3_plugin.ops import reference, registry
 from mindspeed_mamba3_plugin.ops.triton import ascend, plan
 from mindspeed_mamba3_plugin.ops.types import GRADIENT_NAMES, Gradients, Inputs, State
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FAMILIES = [name for name in ("triton-ascend", "triton-gpu") if registry.missing(name) is None]
 OUTPUT_BOUND = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-3}
 GRADIENT_BOUND = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-3}

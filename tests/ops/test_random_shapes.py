@@ -1,9 +1,9 @@
 """Every Triton family on shapes and options that nobody chose; the seeds are fixed, so that a failure comes again."""
 
 import hypothesis.strategies as st
-from cases import make
+from cases import DEVICE, make
 from hypothesis import HealthCheck, given, settings
-from test_kernels import DEVICE, check, family, small_tiles  # noqa: F401  (fixtures)
+from test_kernels import check, family, small_tiles  # noqa: F401  (fixtures)
 
 
 @st.composite

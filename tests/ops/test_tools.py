@@ -6,7 +6,7 @@ import precision_table
 import pytest
 import torch
 import upstream_adapter
-from cases import gradient_errors, make
+from cases import DEVICE, gradient_errors, make
 
 from mindspeed_mamba3_plugin.ops import reference, upstream
 
@@ -46,8 +46,8 @@ def test_the_stand_ins_are_our_functions(stand_ins):
 
 def test_upstreams_gradients_are_taken_through_the_angles(stand_ins):
     """With our functions in upstream's place the column of the table must show no error."""
-    x = make(S=40)
-    grad_out = torch.randn(1, 40, 2, 16)
+    x = make(S=40, device=DEVICE)
+    grad_out = torch.randn(1, 40, 2, 16, device=DEVICE)
     found = precision_table.upstream_gradients(x, grad_out)
     true = reference.backward(precision_table.doubled(x), grad_out.double())
     assert max(gradient_errors(found, true).values()) < 1e-4

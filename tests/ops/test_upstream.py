@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import exact, make, relative_error
+from cases import DEVICE, exact, make, relative_error
 
 from mindspeed_mamba3_plugin.ops import reference, upstream
 from mindspeed_mamba3_plugin.ops.api import mamba3_mimo
@@ -106,7 +106,7 @@ def sequence(x: Inputs):
 def loss_gradient(x: Inputs) -> torch.Tensor:
     B, S, H, _, R, _, P = x.sizes
     shape = (B, S, H, P) if x.MIMO_Out is not None else (B, S, R, H, P)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(x.dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, x.dtype)
 
 
 def run_combined(x: Inputs, grad_out, **more) -> dict:
@@ -121,7 +121,7 @@ def run_combined(x: Inputs, grad_out, **more) -> dict:
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_forward(options):
-    x = make(**options)
+    x = make(**options, device=DEVICE)
     out, state, k = run_forward(x, return_state=True)
     for ours, true in zip((out, state, k), truth(x), strict=True):
         assert relative_error(ours, true) < 1e-5
@@ -130,7 +130,7 @@ def test_forward(options):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_all_gradients(options):
-    x = make(**options)
+    x = make(**options, device=DEVICE)
     grad_out = loss_gradient(x)
     found, true = run_combined(x, grad_out), truth(x, grad_out)
     for name in RESULTS:
@@ -140,7 +140,7 @@ def test_all_gradients(options):
 
 
 def test_bf16():
-    x = make(1, 64, R=4, N=32, P=32, dtype=torch.bfloat16)
+    x = make(1, 64, R=4, N=32, P=32, dtype=torch.bfloat16, device=DEVICE)
     grad_out = loss_gradient(x)
     found, true = run_combined(x, grad_out, bb_threads=256, states_dtype=torch.bfloat16), truth(x, grad_out)
     for name in RESULTS[:-1]:
@@ -150,14 +150,14 @@ def test_bf16():
 
 def test_the_same_function_as_the_public_operator():
     """Angles accumulated outside, and their gradient taken through that sum, give the operator's results."""
-    x = make(S=40, norm=True)
+    x = make(S=40, norm=True, device=DEVICE)
     angles, dt = x.Angles.clone().requires_grad_(), x.DT.clone().requires_grad_()
     theta = torch.cumsum(torch.tanh(angles) * dt.transpose(1, 2)[..., None] * torch.pi, dim=1)
     at = replace(x, Angles=theta.detach())
     grad_out = loss_gradient(x)
     found = run_combined(at, grad_out)
     theta.backward(found["dangles"])
-    true = reference.backward(exact(x), grad_out.double())
+    true = reference.backward(exact(x), grad_out.cpu().double())
     assert relative_error(run_forward(at)[0], reference.forward(exact(x))[0]) < 1e-5
     assert relative_error(angles.grad, true.dangles) < 1e-4
     assert relative_error(found["ddt"] + dt.grad, true.ddt) < 1e-4
@@ -185,7 +185,7 @@ def chunked(q, k, v, do, U, *, gamma, scale, exp_cs, exp_rev, exp_seg, whole):
 
 @pytest.mark.parametrize("options", [{"B": 2, "S": 32}, {"S": 21, "chunk_size": 8}, {"H": 4, "G": 2, "S": 20}])
 def test_the_twelve_results_of_bwd_bwd(options):
-    x = make(**options, reduce=False, z=False, d=False)
+    x = make(**options, reduce=False, z=False, d=False, device=DEVICE)
     B, S, H, G, R, N, _ = x.sizes
     U, chunks = x.chunk_size, -(-S // x.chunk_size)
     grad_out = loss_gradient(x)
@@ -210,7 +210,7 @@ def test_the_twelve_results_of_bwd_bwd(options):
         reference._rotate(y[:, :, :, heads].transpose(2, 3) + b, t.Angles)
         for y, b in ((t.Q, t.Q_bias), (t.K, t.K_bias))
     )
-    v, do = t.V[:, :, :, None] * t.MIMO_V, grad_out.double().transpose(2, 3)
+    v, do = t.V[:, :, :, None] * t.MIMO_V, grad_out.cpu().double().transpose(2, 3)
     chunked(q, k, v, do, U, **leaves).backward()
 
     true = truth(x, grad_out)
@@ -241,7 +241,7 @@ def two_halves(x: Inputs, grad_out) -> dict:
     chunks = -(-S // x.chunk_size)
 
     def buffer(*shape, dtype=torch.float32):
-        return torch.full(shape, torch.nan, dtype=dtype)
+        return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
 
     ranks = (B, H, R, P)
     b = {
@@ -274,7 +274,7 @@ def two_halves(x: Inputs, grad_out) -> dict:
 
 @pytest.mark.parametrize("options", [{"B": 2, "S": 20}, {"B": 2, "S": 20, "norm": True}])
 def test_both_halves_fill_the_callers_buffers(options):
-    x = make(**options)
+    x = make(**options, device=DEVICE)
     grad_out = loss_gradient(x)
     b, true = two_halves(x, grad_out), truth(x, grad_out)
     for name in ("dmimo_o", "dmimo_z", "dmimo_v", "dD"):
@@ -374,17 +374,17 @@ def test_packed_forms_add_the_bounds_after_the_dtype():
     ],
 )
 def test_a_broken_argument_is_named(change, message):
-    x = make()
+    x = make(device=DEVICE)
     with pytest.raises((ValueError, TypeError), match=message):
         upstream.mamba_mimo_forward(**{**common(x), **settings(x), **change})
 
 
 def test_no_token_and_wrong_gradient_are_named():
-    x = make(S=0)
+    x = make(S=0, device=DEVICE)
     with pytest.raises(ValueError, match=r"q has shape .*must have at least one token"):
         run_forward(x)
-    x = make()
+    x = make(device=DEVICE)
     with pytest.raises(ValueError, match=r"dout has shape .*that of the output"):
-        run_combined(x, torch.zeros(1, 36, 2, 2, 16))
+        run_combined(x, torch.zeros(1, 36, 2, 2, 16, device=DEVICE))
     with pytest.raises(ValueError, match=r"q has shape .*the kernel was made for"):
         upstream.mamba_mimo_bwd_fwd(1, 35, 2, 1, 16, 16, 2, True, True, True)(*[x.Q] * 2, x.K, x.V, *[None] * 21)
