@@ -1,4 +1,5 @@
-"""`python -m mindspeed_mamba3_plugin doctor`: what is installed here, what can run, what would be patched."""
+"""`python -m mindspeed_mamba3_plugin doctor`: what is installed here, what can run, what would be patched; and
+`... launch SCRIPT [flags]`: somebody's Megatron or MindSpeed training script with the plugin in it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
-from .config import Mamba3Config
+from . import launch
+from .config import ConfigError, Mamba3Config
 from .ops import registry
 from .version import __version__
 
@@ -34,7 +36,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("doctor", help="what is installed here, what can run, what would be patched")
     command.add_argument("--json", action="store_true", help="print one JSON object")
+    command = commands.add_parser("launch", help="run a training script with the plugin in it", allow_abbrev=False)
+    command.add_argument(
+        "--config", metavar="FILE.yaml", help="settings: a section mamba3, and one megatron of flags"
+    )
+    command.add_argument("script", metavar="SCRIPT", help="pretrain_mamba.py, pretrain_hybrid.py or one like them")
+    command.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script, --mamba3-* among them")
     args = parser.parse_args(argv)
+    if args.command == "launch":
+        try:
+            launch.run(args.script, args.flags, args.config)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        return 0
 
     found = examine()
     print(json.dumps(found, indent=2) if args.json else _screen(found))

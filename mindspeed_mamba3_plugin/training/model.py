@@ -9,7 +9,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -36,7 +35,6 @@ def build_model(run: RunConfig) -> DistributedDataParallel:
         mamba_state_dim=m.mamba_state_dim,
         mamba_head_dim=m.mamba_head_dim,
         mamba_num_groups=m.mamba_num_groups,
-        mamba_num_heads=m.mamba_num_heads,
         init_method_std=m.init_method_std,
         normalization="RMSNorm",
         add_bias_linear=False,
@@ -50,6 +48,7 @@ def build_model(run: RunConfig) -> DistributedDataParallel:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
     )
+    config.mamba_num_heads = m.mamba_num_heads  # no field before 0.13
     model = hybrid_model(
         config,
         _stock_stack_spec(),
@@ -104,6 +103,10 @@ def build_optimizer(
 def _stock_stack_spec() -> ModuleSpec:
     """A stack without TransformerEngine whose 'M' slot holds megatron's own MambaMixer."""
     spec = hybrid_stack_spec()
+    try:
+        from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    except ImportError:  # before 0.13 without mamba_ssm: the spec names Mamba3Mixer itself
+        return spec
     mixer = ModuleSpec(
         module=MambaMixer,
         submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
