@@ -26,7 +26,7 @@ from .triton.chunks import Chunks, cut
 from .triton.plan import Plan, next_power_of_2, plain_plan, target_of
 from .types import TENSOR_ARGS, Inputs
 
-_MOST_ROWS = 256  # of a chunk: more do not fit on a chip
+_MOST_ROWS = 128  # of a chunk: more do not fit on a chip
 
 
 class Layout:
@@ -159,18 +159,20 @@ def prepare(
         dtype = getattr(torch, dtype, dtype)
     if norm and norm_weight is None:
         norm_weight = torch.ones(v.shape[-2:], dtype=torch.float32, device=v.device)
-    x = checked(
-        Inputs(
-            q, k, v, dA_cs, dt, trap, q_bias, k_bias, mimo_v, mimo_z if z is not None else None, mimo_o, angles, D, z,
-            norm_weight if norm else None, cu_seqlens, chunk_size, rotary_dim_divisor, dtype, False, norm, norm_eps,
-        )
+    x = Inputs(
+        q, k, v, dA_cs, dt, trap, q_bias, k_bias, mimo_v, mimo_z if z is not None else None, mimo_o, angles, D, z,
+        norm_weight if norm else None, cu_seqlens, chunk_size, rotary_dim_divisor, dtype, False, norm, norm_eps,
     )  # fmt: skip
+    x = checked(x)
     B, S, H, _, R, N, P = x.sizes
     if S == 0:
         raise ValueError(f"q has shape {tuple(q.shape)}: must have at least one token")
-    U = chunk_size
-    if next_power_of_2(R) * U > _MOST_ROWS:
-        raise ValueError(f"chunk_size is {U} and q has R = {R}: chunk_size * R must be at most {_MOST_ROWS}")
+    U, C = chunk_size, max(16, next_power_of_2(chunk_size))
+    if (rows := next_power_of_2(R) * C) > _MOST_ROWS:
+        raise ValueError(
+            f"chunk_size is {U} and q has R = {R}: chunks of {rows} rows (both as powers of two, chunk_size at least "
+            f"16); must be at most {_MOST_ROWS}"
+        )
     slots = -(-S // U) if cu_seqlens is None else S // U + len(cu_seqlens) - 1
     for name, tensor, shape in (("dA_cs_rev", dA_cs_rev, (B, H, S)), ("segsum", segsum, (B, H, slots, U, U))):
         if tuple(tensor.shape) != shape:
@@ -179,7 +181,7 @@ def prepare(
     given = {n: t.contiguous() for n, t in zip(TENSOR_ARGS, x.tensors, strict=True) if t is not None}
     x = replace(x, **given)
 
-    plan = replace(plain_plan(N, P, R, x.dtype, target_of(q.device)), C=max(16, next_power_of_2(U)))
+    plan = replace(plain_plan(N, P, R, x.dtype, target_of(q.device)), C=C)
     chunks = cut(x, U)
     table = chunks.table.clone()
     table[:, 1].clamp_(max=U)  # the kernels' chunks are padded: let them see the caller's tokens only
@@ -225,9 +227,7 @@ def compute_rows(call: Call, states: Tensor | None = None) -> Rows:
 def behind_the_scan(call: Call, rows: Rows, dout: Tensor) -> GateGradients:
     """bwd_fwd after the recomputation: gradients of the gate, the norm and D, and dO."""
     registry.count(ascend.NAME, "bwd_fwd")
-    return gate_bwd(
-        call.x, call.chunks, call.plan, dout.contiguous(), rows.inside, rows.carried, call.carry_in
-    )  # fmt: skip
+    return gate_bwd(call.x, call.chunks, call.plan, dout.contiguous(), rows.inside, rows.carried, call.carry_in)
 
 
 def through_the_scan(call: Call, rows: Rows, behind: GateGradients) -> ScanGradients:
@@ -239,9 +239,7 @@ def through_the_scan(call: Call, rows: Rows, behind: GateGradients) -> ScanGradi
     dq, dk, dv_inside, dv_carried, dmixing = products(
         rows.q, rows.k, rows.v, rows.v_out, behind.do, behind.do_in, rows.states, dstates, call.mixing, plan
     )
-    dv, dmimo_v, dcarry_out = values_bwd(
-        x, chunks, plan, dv_inside, dv_carried, behind.do, call.carry_out
-    )  # fmt: skip
+    dv, dmimo_v, dcarry_out = values_bwd(x, chunks, plan, dv_inside, dv_carried, behind.do, call.carry_out)
     dQ, dK, dq_bias, dk_bias, dtheta = rotate_bwd(x, chunks, plan, dq, dk, rows.q, rows.k, call.cos, call.sin)
     W = dmixing.unflatten(-1, (plan.RP, plan.C)).sum(-2)
     from_state = (behind.do.float() * rows.carried).unflatten(2, (plan.RP, plan.C)).sum((2, 4))

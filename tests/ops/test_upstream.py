@@ -367,7 +367,7 @@ def test_packed_forms_add_the_bounds_after_the_dtype():
     [
         ({"segsum": torch.zeros(1, 2, 3, 16, 15)}, r"segsum has shape .*must be \(1, 2, 3, 16, 16\)"),
         ({"dA_cs_rev": torch.zeros(1, 2, 35)}, r"dA_cs_rev has shape .*must be \(1, 2, 36\)"),
-        ({"chunk_size": 256}, r"chunk_size is 256 and q has R = 2: chunk_size \* R must be at most 256"),
+        ({"chunk_size": 65}, r"chunk_size is 65 and q has R = 2: chunks of 256 rows .* must be at most 128"),
         ({"chunk_size": 4}, "chunk_size is 4: must be an integer of at least 8"),
         ({"dtype": "float12"}, "dtype is float12"),
         ({"mimo_o": None, "fuse_pregate_headwise_rms_norm": True}, "needs Z, MIMO_Z and MIMO_Out"),
