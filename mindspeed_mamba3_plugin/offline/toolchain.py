@@ -36,6 +36,7 @@ _FLAGS = {
 }
 _ALWAYS = ("--enable-hfusion-compile=true", "--enable-hivm-compile=true", "--enable-triton-kernel-compile=true")
 _ERROR = re.compile(r"error:|Assertion|LLVM ERROR")
+_PATIENCE = 120  # seconds for one kernel; the usual is below one
 _LAST_IR = "convert-hivm-to-std"
 
 # Stands in for CANN's assembler, so that the exit status tells whether everything before it passed.
@@ -125,7 +126,13 @@ def compile_lowered(kernel: Lowered, chip: Chip, compiler: Path) -> Compiled:
         ]
         command += [f"--mlir-print-ir-before={_LAST_IR}", "-o", str(Path(folder, "kernel"))]
         path = os.pathsep.join((_assembler_folder(), os.environ.get("PATH", "")))
-        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env={**os.environ, "PATH": path})
+        environment = {**os.environ, "PATH": path}
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, cwd=folder, env=environment, timeout=_PATIENCE
+            )
+        except subprocess.TimeoutExpired:
+            return Compiled(kernel.name, error=f"bishengir-compile did not end within {_PATIENCE} s")
     head, *dumps = re.split(r"^// -----// IR Dump.*$", done.stderr, flags=re.M)
     last = dumps[-1] if dumps else ""
     end = last.rfind("\n}\n") + 3

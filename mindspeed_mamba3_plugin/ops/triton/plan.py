@@ -51,8 +51,28 @@ class Plan:
         return (min(tasks, self.vector_cores or tasks),)
 
 
-# On-chip bytes of the targets that plans are made for.
-ASCEND_910B = {"ub": 192 * 1024, "l1": 512 * 1024, "l0c": 128 * 1024}
+# On-chip bytes that the matrix products of a chunk share on an Ascend 910B.
+_L1, _L0C = 512 * 1024, 128 * 1024
+
+
+def _ascend_tokens(N: int, P: int, R: int, dtype: torch.dtype) -> int:
+    """Tokens of a chunk: as many as fit, up to 128 rows (more only adds work) and 64 tokens (tiles of tokens by
+    tokens are element-wise work).
+
+    The largest kernel, `products`, keeps dk and dv of the chunk and one rank's dq in L0C, and every operand in L1,
+    the states twice (loaded ahead); `outer` keeps a state in L0C.
+    """
+    RP, N2, PP = next_power_of_2(R), 2 * max(8, next_power_of_2(N // 2)), max(16, next_power_of_2(P))
+    for C in (64, 32, 16, 8):
+        M = RP * C
+        l0c = 4 * max(M * N2 + M * PP + C * max(N2, M), N2 * PP)
+        l1 = dtype.itemsize * (2 * M * N2 + 4 * M * PP + 4 * N2 * PP + 2 * M * M)
+        if M <= 128 and l0c <= _L0C and l1 < _L1:
+            return C
+    raise ValueError(
+        f"N = {N}, P = {P}, R = {R}, dtype is {dtype}: the matrix products of {C} tokens have {M} rows and need "
+        f"{l0c} bytes of L0C and {l1} of L1; an Ascend 910B has {_L0C} and {_L1}, and at most 128 rows are taken"
+    )
 
 
 @lru_cache(maxsize=256)
@@ -66,12 +86,11 @@ def plain_plan(N: int, P: int, R: int, dtype: torch.dtype, target: str) -> Plan:
     if NH > 256 or PP > 256 or RP > 64:
         raise ValueError(f"N = {N}, P = {P}, R = {R}: the Triton kernels take N <= 512, P <= 256 and R <= 64")
     if target == "npu":
-        wide = dtype == torch.float32
-        rows = 64 if NH >= 128 or PP >= 128 or RP == 1 or wide else 128
-        cores = _ascend_cores()
-        # Without the option the compiler gives all element-wise work to the first of a cube core's two vector cores.
+        # Double-buffering of all work goes to the cube's own buffers: with those in global memory too, the compiler
+        # gives all element-wise work to the first of a cube core's two vector cores.
         mixed = {"limit_auto_multi_buffer_only_for_local_buffer": True}
-        return Plan(max(16, rows // RP), RP, NH, PP, 2048 if wide else 4096, 32, *cores, mixed)
+        tile = 2048 if dtype == torch.float32 else 4096
+        return Plan(_ascend_tokens(N, P, R, dtype), RP, NH, PP, tile, 32, *_ascend_cores(), mixed)
     # A GPU holds the row tiles in registers; the interpreter is fastest with few, large programs.
     rows = 64 if target == "cuda" else 128
     return Plan(max(16, rows // RP), RP, NH, PP, 4096 if target == "cuda" else 1 << 20, 16, 0, 0, {})
@@ -79,25 +98,33 @@ def plain_plan(N: int, P: int, R: int, dtype: torch.dtype, target: str) -> Plan:
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """Sizes of a call in the GPU family: chunks of J blocks, a block of C tokens of R ranks (padded to RP) being the
-    rows of one tile. NH and PP are the padded halves of N and the padded P, as in `Plan`."""
+    """Sizes of a call in the GPU family: chunks of C tokens of R ranks (padded to RP) are the rows of a tile; columns
+    are cut into tiles, NT of width NW in each half of N and PT of width PW in P."""
 
     C: int
-    J: int
     RP: int
-    NH: int
-    PP: int
-    warps: int  # of the states' kernel
-    stages: int  # of software pipelining in the walks over the blocks of a chunk
-    forward: dict[str, int]  # launch options of the outputs' kernel, forward
-    outputs: dict[str, int]  # of the same, in `bwd_fwd`
-    inputs: dict[str, int]  # of the inputs' kernel
+    NT: int
+    NW: int
+    PT: int
+    PW: int
+    own: dict[str, int]  # launch options of the states' kernel
+    outputs: dict[str, int]  # of the main kernels
+    sinks: dict[str, int]
+    sources: dict[str, int]
     store_dtype: torch.dtype  # of cosines, sines and small weights as the kernels read them
 
     @property
-    def L(self) -> int:
-        """Tokens a chunk."""
-        return self.C * self.J
+    def NH(self) -> int:
+        return self.NT * self.NW
+
+    @property
+    def PP(self) -> int:
+        return self.PT * self.PW
+
+    @property
+    def tiles(self) -> dict[str, int]:
+        """Tile sizes as the kernels' arguments."""
+        return {name: getattr(self, name) for name in ("C", "RP", "NT", "NW", "PT", "PW")}
 
 
 @lru_cache(maxsize=256)
@@ -112,14 +139,12 @@ def gpu_plan(N: int, P: int, R: int, dtype: torch.dtype, capability: int) -> Gpu
     RP, NH, PP = next_power_of_2(R), max(16, next_power_of_2(N // 2)), max(16, next_power_of_2(P))
     if NH > 128 or PP > 128 or RP > 64:
         raise ValueError(f"N = {N}, P = {P}, R = {R}: the GPU kernels take N <= 256, P <= 128 and R <= 64")
-    # Small tiles in the interpreter: short tests then cross the bounds of blocks and chunks.
-    rows = 16 if capability == 0 else 32 if dtype == torch.float32 else 64
-    C = max(1, rows // RP)
-    J = 2 if capability == 0 else 1
+    # Small tiles in the interpreter: short tests then cross the bounds of chunks and tiles.
+    rows, width = (32, 16) if capability == 0 else (32, 64) if dtype == torch.float32 else (64, 64)
+    C, NW, PW = max(1, rows // RP), min(NH, width), min(PP, width)
     how = {"num_warps": 4}
-    return GpuPlan(
-        C, J, RP, NH, PP, 4, 1, how, how, how, torch.float32 if dtype == torch.float32 else torch.float16
-    )  # fmt: skip
+    store = torch.float32 if dtype == torch.float32 else torch.float16
+    return GpuPlan(C, RP, NH // NW, NW, PP // PW, PW, how, how, how, how, store)
 
 
 def target_of(device: torch.device) -> str:

@@ -45,14 +45,15 @@ def _rotate_kernel(
             o = q_out if which == 0 else k_out
             lo = tl.load(x + source, mask=seen, other=0.0).to(tl.float32)
             hi = tl.load(x + source + HALF, mask=seen, other=0.0).to(tl.float32)
-            lo = tl.where(seen, lo + tl.load(b + bias, mask=known, other=0.0).to(tl.float32), 0.0)
-            hi = tl.where(seen, hi + tl.load(b + bias + HALF, mask=known, other=0.0).to(tl.float32), 0.0)
+            # Rows past the end of the sequence become the rotated bias: everything they are multiplied with is 0.
+            lo += tl.load(b + bias, mask=known, other=0.0).to(tl.float32)
+            hi += tl.load(b + bias + HALF, mask=known, other=0.0).to(tl.float32)
             tl.store(o + out, narrow(lo * c - hi * s, o.dtype.element_ty))
             tl.store(o + out + NH, narrow(lo * s + hi * c, o.dtype.element_ty))
 
 
 def rotate(x: Inputs, chunks: Chunks, plan: Plan, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotated q and k, [chunks, H, M, N2] in the operand dtype; padding is 0."""
+    """Rotated q and k, [chunks, H, M, N2] in the operand dtype; padding of R and N is 0."""
     _, _, H, G, R, N, _ = x.sizes
     q = torch.empty(chunks.count, H, plan.M, plan.N2, dtype=x.dtype, device=x.Q.device)
     k = torch.empty_like(q)
