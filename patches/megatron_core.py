@@ -83,6 +83,11 @@ def _stack_spec() -> str:
     return f"{found}:{_STACK_SPECS[found]}"
 
 
+def absent(target: str) -> bool:
+    """Whether megatron has no module of this name."""
+    return not _exists(target.partition(":")[0])
+
+
 def _exists(module: str) -> bool:
     """Whether megatron-core has the module; importlib's own look-up would import the packages on the way."""
     package = find_spec("megatron")

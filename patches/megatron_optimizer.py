@@ -86,7 +86,7 @@ def set_states_wrapper(original: Callable) -> Callable:
             state = self.optimizer.state[self.optimizer.param_groups[group]["params"][position]]
             if "step" in state:  # load_state_dict gave all parameters the same tensor, which each would count up
                 state["step"] = state["step"].clone()
-                tensors = {"step": state["step"], **tensors}
+                tensors = {**tensors, "step": state["step"]}
         with torch.no_grad():
             return original(self, model_param, tensors)
 

@@ -16,14 +16,15 @@ from .megatron_core import SUPPORTED
 
 @lru_cache
 def patches(settings: Mamba3Config) -> tuple[Patch, ...]:
-    """The changes to megatron.training. MindSpeed has ways of its own for both, so it leaves them out."""
-    common = dict(flag="use_mamba3_mixer", requires=SUPPORTED, optional=True, engine_only=True)
+    """The changes to megatron.training. MindSpeed has ways of its own for the flags, so it leaves those out."""
+    common = dict(flag="use_mamba3_mixer", requires=SUPPORTED, optional=True)
     return (
         Patch(
             "megatron.training.arguments:parse_args",
             "Megatron's parser knows the --mamba3-* flags",
             wrapper=_parse_args_wrapper(settings),
             parameters=("extra_args_provider", "ignore_unknown_args"),
+            engine_only=True,
             **common,
         ),
         Patch(
@@ -31,6 +32,7 @@ def patches(settings: Mamba3Config) -> tuple[Patch, ...]:
             "the flags reach TransformerConfig, of which Megatron copies declared fields only",
             wrapper=config_from_args_wrapper,
             parameters=("args", "config_class"),
+            engine_only=True,
             **common,
         ),
         Patch(

@@ -19,9 +19,8 @@ from types import MethodType
 from typing import Any
 
 from ..config import Mamba3Config
-from . import megatron_core
+from . import megatron_core, megatron_training
 from .engine import Engine, Patch, Status, check_version
-from .megatron_training import add_arguments_with
 
 FEATURE_NAME = "use-mamba3-mixer"
 _KEY = FEATURE_NAME.replace("-", "_")
@@ -68,7 +67,9 @@ def apply(settings: Mamba3Config) -> None:
 
     # MindSpeed copies its parsed arguments onto every TransformerConfig. They were parsed before these settings came,
     # which are defaults: what the command line says counts, as it does where Megatron parses it later.
-    parser = add_arguments_with(argparse.ArgumentParser(allow_abbrev=False, add_help=False), settings)
+    parser = megatron_training.add_arguments_with(
+        argparse.ArgumentParser(allow_abbrev=False, add_help=False), settings
+    )
     flags = vars(parser.parse_known_args()[0])
     for args in (get_mindspeed_args(), get_full_args()):
         vars(args).update(flags)
@@ -108,8 +109,11 @@ def _hand_over(manager: Any, settings: Mamba3Config) -> bool:
     """Register what MindSpeed's manager does not have yet; it applies it later. False when there was nothing."""
     todo = [
         p
-        for p in megatron_core.patches(settings)
-        if p.wanted(settings) and not p.engine_only and not _known(manager, p)
+        for p in (*megatron_core.patches(settings), *megatron_training.patches(settings))
+        if not (p.optional and megatron_core.absent(p.target))
+        and p.wanted(settings)
+        and not p.engine_only
+        and not _known(manager, p)
     ]
     for patch in todo:
         check_version(patch)  # MindSpeed's manager knows no version ranges
@@ -152,7 +156,7 @@ def _feature() -> Any:
             return bool(getattr(args, self.feature_name, False))
 
         def register_args(self, parser: Any) -> None:
-            add_arguments_with(parser, self.defaults)
+            megatron_training.add_arguments_with(parser, self.defaults)
 
         def validate_args(self, args: Any) -> None:
             settings = Mamba3Config.from_object(args)

@@ -40,6 +40,7 @@ class Layout:
     groups: int = 2
     bounds: tuple[int, ...] = ()  # of packed sequences
     bf16: bool = False
+    sharding: str = "fully_reshardable"  # of the distributed optimizer's checkpoints
     mamba3: dict[str, Any] = field(default_factory=dict, hash=False)
     config: dict[str, Any] = field(default_factory=dict, hash=False)
 
@@ -165,7 +166,7 @@ class Job:
     @property
     def _metadata(self) -> dict[str, Any]:
         return {
-            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_sharding_type": self.layout.sharding,
             "chained_optim_avoid_prefix": True,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }

@@ -36,9 +36,12 @@ def main(rank: int, world: int, folder: Path, stage: str) -> list[str]:
     if stage == "references":
         for name, layout in {"attention": attention, "alone": alone, "packed": packed, "half": half}.items():
             make_reference(folder / name, layout)
-        for distributed in (False, True):
-            layout = replace(half, distributed_optimizer=distributed)
-            wrong += resumes(f"half, distributed_optimizer={distributed}", layout, folder)
+        for name, layout in {
+            "half": half,
+            "half, distributed": replace(half, distributed_optimizer=True),
+            "half, distributed, by bucket": replace(half, distributed_optimizer=True, sharding="dp_reshardable"),
+        }.items():
+            wrong += resumes(name, layout, folder)
     elif stage == "layouts":
         sums = dict(distributed_optimizer=True)
         for name, layout in {
@@ -68,7 +71,7 @@ def main(rank: int, world: int, folder: Path, stage: str) -> list[str]:
         sums = dict(distributed_optimizer=True)
         for name, layout in {
             "TP, bf16": replace(half, tp=2, **sums),
-            "DP, bf16": replace(half, **sums),
+            "DP, bf16": replace(half, sharding="dp_reshardable", **sums),
             "PP, bf16, plain": replace(half, pp=2),
         }.items():
             wrong += takes_over(name, layout, folder)
@@ -142,7 +145,7 @@ def takes_over(name: str, layout, folder: Path) -> list[str]:
     from job import Job
 
     middle = folder / "half" / f"middle{layout.distributed_optimizer}"
-    job = Job(layout)
+    job = Job(replace(layout, sharding="fully_reshardable"))
     job.load(middle)
     job.save(folder / name / "again")
     wrong = differences(f"{name}: checkpoint", folder / name / "again", middle, tolerance=0)
@@ -215,7 +218,9 @@ def load_whole(folder: Path, dist_checkpointing) -> dict[str, torch.Tensor]:
     _load_state_dict(
         state, storage_reader=FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True
     )
-    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    # Saved by bucket, the optimizer's tensors have padding that nobody wrote.
+    written = {key: value for key, value in state.items() if not key.startswith("optimizer.distributed")}
+    return {key: value for key, value in written.items() if isinstance(value, torch.Tensor)}
 
 
 if __name__ == "__main__":
