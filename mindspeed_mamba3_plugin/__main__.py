@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 from . import launch
@@ -27,6 +29,8 @@ _DISTRIBUTIONS = (
     "mamba_ssm",
     "tilelang",
 )
+
+_CANN_VARIABLES = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +66,7 @@ def examine() -> dict[str, Any]:
     device, problems = _device()
     kernels = examine_kernels(device)
     patches = _patches()
-    problems += package_problems(versions, device)
+    problems += package_problems(versions, device) + stack_problems(device)
     problems += [f"patch {p['target']} is refused: {p['why']}" for p in patches if p["state"] == "refused"]
     return {
         "plugin": __version__,
@@ -122,6 +126,33 @@ def package_problems(versions: dict[str, str | None], device: str) -> list[str]:
     if device == "npu" and versions["triton-ascend"] is None:
         problems.append("the device is an NPU and triton-ascend is not installed")
     return problems
+
+
+def stack_problems(device: str) -> list[str]:
+    """What is wrong with the accelerator's software, or with the order in which things were imported."""
+    problems = []
+    if device == "cpu" and find_spec("torch_npu") and not any(map(os.environ.get, _CANN_VARIABLES)):
+        problems.append(
+            "torch_npu is installed, and neither of ASCEND_TOOLKIT_HOME and ASCEND_HOME_PATH is set: install CANN and "
+            "source its set_env.sh"
+        )
+    if "mindspeed.megatron_adaptor" in sys.modules and patches_enabled() is None:
+        problems.append(
+            "mindspeed.megatron_adaptor was imported before this plugin: call patches.mindspeed.register() or import "
+            "mindspeed_mamba3_plugin.auto before it"
+        )
+    if find_spec("megatron_adaptor"):
+        problems.append(
+            "MegatronAdaptor (MindSpeed core_r0.17.0 and later) is installed, with which this plugin was never tried: "
+            "use MindSpeed core_r0.16.0 or older"
+        )
+    return problems
+
+
+def patches_enabled() -> Mamba3Config | None:
+    from . import patches
+
+    return patches.enabled()
 
 
 def _screen(found: dict[str, Any]) -> str:

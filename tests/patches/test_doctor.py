@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -74,3 +75,22 @@ def test_wrong_usage_exits_2(capsys):
             cli.main(argv)
         assert stop.value.code == 2
     assert "doctor" in capsys.readouterr().err
+
+
+def test_an_unusable_stack_is_named_with_the_remedy(stub, monkeypatch):
+    assert cli.stack_problems("cpu") == []
+    for name in cli._CANN_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    stub("torch_npu")
+    (problem,) = cli.stack_problems("cpu")
+    assert "torch_npu" in problem and "source its set_env.sh" in problem
+    assert cli.stack_problems("npu") == []
+    monkeypatch.setenv("ASCEND_HOME_PATH", "/somewhere")
+    assert cli.stack_problems("cpu") == []
+    stub("mindspeed.megatron_adaptor")
+    (problem,) = cli.stack_problems("npu")
+    assert "imported before" in problem and "register()" in problem
+    monkeypatch.delitem(sys.modules, "mindspeed.megatron_adaptor")
+    stub("megatron_adaptor")
+    (problem,) = cli.stack_problems("npu")
+    assert "MegatronAdaptor" in problem and "core_r0.16.0" in problem
