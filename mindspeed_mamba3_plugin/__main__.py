@@ -133,26 +133,22 @@ def stack_problems(device: str) -> list[str]:
     problems = []
     if device == "cpu" and find_spec("torch_npu") and not any(map(os.environ.get, _CANN_VARIABLES)):
         problems.append(
-            "torch_npu is installed, and neither of ASCEND_TOOLKIT_HOME and ASCEND_HOME_PATH is set: install CANN and "
-            "source its set_env.sh"
+            "torch_npu is installed, and neither of ASCEND_TOOLKIT_HOME and ASCEND_HOME_PATH is set: install CANN "
+            "and source its set_env.sh"
         )
-    if "mindspeed.megatron_adaptor" in sys.modules and patches_enabled() is None:
+    from .patches import mindspeed
+
+    if mindspeed.adaptor_has_run() and not mindspeed.registered():
         problems.append(
             "mindspeed.megatron_adaptor was imported before this plugin: call patches.mindspeed.register() or import "
             "mindspeed_mamba3_plugin.auto before it"
         )
     if find_spec("megatron_adaptor"):
         problems.append(
-            "MegatronAdaptor (MindSpeed core_r0.17.0 and later) is installed, with which this plugin was never tried: "
-            "use MindSpeed core_r0.16.0 or older"
+            "MegatronAdaptor (MindSpeed core_r0.17.0 and later) is installed, with which this plugin was never "
+            "tried: use MindSpeed core_r0.16.0 or older"
         )
     return problems
-
-
-def patches_enabled() -> Mamba3Config | None:
-    from . import patches
-
-    return patches.enabled()
 
 
 def _screen(found: dict[str, Any]) -> str:

@@ -33,6 +33,12 @@ def adaptor_has_run() -> bool:
     return "mindspeed.megatron_adaptor" in sys.modules
 
 
+def registered() -> bool:
+    """True when MindSpeed has the feature."""
+    module = sys.modules.get("mindspeed.features_manager.features_manager")
+    return module is not None and bool(_offered(module.MindSpeedFeaturesManager.FEATURES_LIST))
+
+
 def register(defaults: Mamba3Config | None = None) -> bool:
     """Offer the feature to MindSpeed, once; its flags switch it on.
 

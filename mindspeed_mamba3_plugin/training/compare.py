@@ -127,6 +127,8 @@ def _diagnose(candidate: Variant, out: Path) -> dict | None:
 
 def _process(variant: Variant, module: str, *arguments: str | Path) -> None:
     command = [sys.executable, "-m", f"{__package__}.{module}", *map(str, arguments)]
+    if (ranks := variant.run.training.tensor_parallel) > 1:
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     status = subprocess.run(command, env=variant.environment()).returncode
     if status in (130, -signal.SIGINT):
         raise KeyboardInterrupt

@@ -92,10 +92,11 @@ class TrainingSection:
     micro_batch_size: int = 2
     num_microbatches: int = 1
     seed: int = 1234
+    tensor_parallel: int = 1  # ranks that share each layer; torchrun starts a multiple of it
     threads: int = 1  # of torch on a CPU: another number rounds differently
 
     def __post_init__(self) -> None:
-        _at_least(self, "training", 1, "steps", "micro_batch_size", "num_microbatches", "threads")
+        _at_least(self, "training", 1, "steps", "micro_batch_size", "num_microbatches", "tensor_parallel", "threads")
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ def build_model(run: RunConfig) -> DistributedDataParallel:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        tensor_model_parallel_size=run.training.tensor_parallel,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         is_hybrid_model=True,

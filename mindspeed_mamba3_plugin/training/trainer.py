@@ -171,7 +171,7 @@ def session(run: RunConfig) -> Iterator[None]:
         dist.init_process_group(platform.COLLECTIVE_BACKEND, store=dist.HashStore(), rank=0, world_size=1)
     try:
         enable(run.mamba3)
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=run.training.tensor_parallel)
         torch.manual_seed(run.training.seed)
         tensor_parallel.model_parallel_cuda_manual_seed(run.training.seed)
         yield
