@@ -31,6 +31,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from mindspeed_mamba3_plugin.layers.mamba3_mixer import Mamba3Mixer
+from mindspeed_mamba3_plugin.ops import registry
 
 ON = Mamba3Config(use_mamba3_mixer=True, mamba3_mimo_rank=2, mamba3_chunk_size=8)
 CORE = {  # targets that are patched in every version
@@ -203,6 +204,31 @@ def test_without_enable_the_same_spec_asks_for_mambamixer(group):
     revert()
     with pytest.raises(ImportError, match="MambaSSM is not installed"):
         MambaLayer(transformer_config(), layer_spec(), layer_number=1, **group)
+
+
+def test_a_baseline_after_revert_makes_no_kernel_call(group, monkeypatch):
+    class Baseline(MegatronModule):
+        def __init__(self, config, submodules, d_model, **_):
+            super().__init__(config)
+            self.proj = torch.nn.Linear(d_model, d_model)
+
+        def forward(self, x, **_):
+            return self.proj(x), None
+
+    spec = layer_spec()
+    spec.mixer.module = ("megatron.core.ssm.mamba_mixer", "MambaMixer")
+
+    def calls() -> int:
+        registry.reset_kernel_calls()
+        layer = MambaLayer(transformer_config(), spec, **group)
+        layer.mixer(torch.randn(12, 1, 32))[0].sum().backward()
+        return sum(registry.kernel_calls().values())
+
+    enable(ON)
+    assert calls() > 0
+    revert()
+    monkeypatch.setattr(mamba_mixer, "MambaMixer", Baseline)
+    assert calls() == 0
 
 
 def test_a_spec_that_asks_for_something_else_is_refused(group):

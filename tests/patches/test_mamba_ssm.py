@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 
 import pytest
 from mindspeed_mamba3_plugin.patches import PatchError, mamba_ssm
@@ -81,7 +82,8 @@ def test_backward_only_replaces_what_the_backward_calls(package, stub):
     assert [getattr(module, name) for name in names] == originals
 
 
-def test_what_is_missing_is_named(stub):
+def test_what_is_missing_is_named(stub, monkeypatch):
+    monkeypatch.delitem(sys.modules, "mamba_ssm", raising=False)
     with pytest.raises(PatchError, match=r"mamba_ssm.* not installed"):
         mamba_ssm.apply()
     stub("mamba_ssm", "__version__ = '2.2.4'")
