@@ -30,7 +30,8 @@ class Plan:
     state_rows: int  # rows of the state that one program of a scan carries
     cube_cores: int  # upper bound of programs of a kernel with products; 0 is one program a task
     vector_cores: int  # the same for element-wise kernels
-    mixed: dict[str, bool]  # launch options of kernels with both
+    cube: dict[str, int]  # launch options of kernels with products alone
+    mixed: dict[str, int]  # and of those with element-wise work beside them
 
     @property
     def M(self) -> int:
@@ -90,10 +91,13 @@ def plain_plan(N: int, P: int, R: int, dtype: torch.dtype, target: str) -> Plan:
         # gives all element-wise work to the first of a cube core's two vector cores.
         mixed = {"limit_auto_multi_buffer_only_for_local_buffer": True}
         tile = 2048 if dtype == torch.float32 else 4096
-        return Plan(_ascend_tokens(N, P, R, dtype), RP, NH, PP, tile, 32, *_ascend_cores(), mixed)
-    # A GPU holds the row tiles in registers; the interpreter is fastest with few, large programs.
-    rows = 64 if target == "cuda" else 128
-    return Plan(max(16, rows // RP), RP, NH, PP, 4096 if target == "cuda" else 1 << 20, 16, 0, 0, {})
+        return Plan(_ascend_tokens(N, P, R, dtype), RP, NH, PP, tile, 32, *_ascend_cores(), {}, mixed)
+    if target == "cuda":
+        # One program does one task: loading a next one ahead would only take up shared memory.
+        once = {"num_stages": 1}
+        return Plan(max(16, 64 // RP), RP, NH, PP, 4096, 16, 0, 0, once, once)
+    # The interpreter is fastest with few, large programs.
+    return Plan(max(16, 128 // RP), RP, NH, PP, 1 << 20, 16, 0, 0, {}, {})
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def outer(x: Tensor, y: Tensor, plan: Plan) -> Tensor:
     """x^T y of every chunk and head: x [chunks, H, M, N2], y [chunks, H, M, PP] -> fp32 [chunks, H, N2, PP]."""
     out = torch.empty(*x.shape[:2], plan.N2, plan.PP, dtype=torch.float32, device=x.device)
     tasks = x.shape[0] * x.shape[1]
-    _outer_kernel[plan.cube_grid(tasks)](x, y, out, tasks, M=plan.M, N2=plan.N2, PP=plan.PP)
+    _outer_kernel[plan.cube_grid(tasks)](x, y, out, tasks, M=plan.M, N2=plan.N2, PP=plan.PP, **plan.cube)
     return out
 
 
