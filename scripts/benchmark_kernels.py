@@ -91,7 +91,9 @@ def floor_ms(x: Inputs, tflops: float, tbytes: float) -> float:
     rows, M = B * S * H * R, sizes_of_chunk(x) * R
     flop = 2 * rows * (6 * N * P + 4 * M * N + 3 * M * P)
     size = x.Q.element_size()
-    compulsory = 2 * (2 * B * S * R * G * N * size + 2 * B * S * H * P * size + B * S * H * (N // 4) * 4 + 3 * B * H * S * 4)
+    compulsory = 2 * (
+        2 * B * S * R * G * N * size + 2 * B * S * H * P * size + B * S * H * (N // 4) * 4 + 3 * B * H * S * 4
+    )
     compulsory += B * S * H * P * size
     staged = 4 * (rows // M) * N * P * 2 + 4 * rows * N * 2
     return max(flop / tflops * 1e-9, (compulsory + staged) / tbytes * 1e-9)
@@ -238,7 +240,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         options = {k: v for k, v in vars(args).items() if k not in ("output", "shapes")}
-        args.output.write_text(json.dumps({"environment": environment(), "options": options, "cases": rows}, indent=1))
+        args.output.write_text(
+            json.dumps({"environment": environment(), "options": options, "cases": rows}, indent=1)
+        )
     return int(any(row.get("worst_error", 0.0) >= BOUND[DTYPES[args.dtype]] for row in rows))
 
 

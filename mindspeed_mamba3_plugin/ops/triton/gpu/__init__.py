@@ -1,7 +1,7 @@
 """The operator for NVIDIA GPUs: fused Triton kernels, all chunks at once, no atomics.
 
-A call is cut into chunks of J blocks of C tokens. States exist at the bounds of chunks; the main kernels walk the
-blocks of a chunk with the state (forward) or its gradient (backward) on chip.
+Stages: the angles and decays of every token; the states at the bounds of chunks; then one program for every chunk and
+head, from the entering state (the output, or `bwd_fwd`) or from the gradient of the leaving state (`bwd_bwd`); sums.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from ..chunks import Chunks, cut
 from ..plan import GpuPlan, gpu_plan
 from . import states
 from .angles import Turns, turns
-from .inputs import input_gradients
-from .outputs import output_gradients, outputs
+from .outputs import outputs
+from .sinks import sink_gradients
+from .sources import source_gradients
 from .sums import over_chunks, over_heads, scalar_gradients
 
 _NAME = "triton-gpu"
@@ -49,7 +50,7 @@ def forward(x: Inputs) -> tuple[Tensor, State | None]:
     """
     registry.count(_NAME, "forward")
     x, plan = _prepared(x)
-    chunks = cut(x, plan.L)
+    chunks = cut(x, plan.C)
     at = turns(x, plan, chunks)
     entering = states.own(x, plan, chunks, at, None, None) if chunks.count else _no_states(x, plan)
     last = states.scan_forward(entering, at, chunks, x.return_state)
@@ -64,11 +65,11 @@ def bwd_fwd(x: Inputs, grad_out: Tensor) -> tuple[dict[str, Tensor | None], Resi
     x, plan = _prepared(x)
     _, _, H, _, R, N, P = x.sizes
     grad_out = grad_out.contiguous()
-    chunks = cut(x, plan.L)
+    chunks = cut(x, plan.C)
     at = turns(x, plan, chunks)
     entering = states.own(x, plan, chunks, at, None, None)
     states.scan_forward(entering, at, chunks, False)
-    found = output_gradients(x, plan, chunks, at, entering, grad_out)
+    found = sink_gradients(x, plan, chunks, at, entering, grad_out)
     bias, psi, zeta, weight, skip = over_chunks(found.pop("part")).split((R * N, R * P, R * P, R * P, 1), dim=-1)
     grads = {
         "dq": over_heads(found.pop("dq"), x),
@@ -91,7 +92,7 @@ def bwd_bwd(x: Inputs, residuals: Residuals) -> dict[str, Tensor]:
     leaving = states.own(x, plan, chunks, at, grad_out, r.core)
     through = states.scan_backward(leaving, at, chunks, r.states)
     del residuals.states
-    found = input_gradients(x, plan, chunks, at, leaving, grad_out, r.core, r.d_theta)
+    found = source_gradients(x, plan, chunks, at, leaving, grad_out, r.core, r.d_theta)
     del leaving
     bias, phi = over_chunks(found.pop("part")).split((R * N, R * P), dim=-1)
     dk = over_heads(found.pop("dk"), x)

@@ -1,4 +1,4 @@
-"""States at the bounds of chunks, and their gradients: every chunk's own contribution, then a scan over the chunks."""
+"""States at the bounds of chunks, and their gradients: each chunk's own contribution, then a scan over the chunks."""
 
 from __future__ import annotations
 
@@ -13,60 +13,70 @@ from ..chunks import Chunks
 from ..plan import GpuPlan
 from .angles import CHI, EXIT, SHARE, Turns
 from .tiles import (
-    core_gradient, left, load_by_row, load_by_token, load_core_parts, load_halves, load_turn, pin,
-    pin_halves, pin_parts, power2, right, rotated,
-)  # fmt: skip  # isort: skip
+    columns,
+    core_gradient,
+    left,
+    load,
+    load_core_parts,
+    load_halves,
+    load_turn,
+    load_values,
+    pin_all,
+    power2,
+    right,
+    rotated,
+)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T"])
 def _own_kernel(
-    X, Bias, V, Phi, dO, Psi, Z, Zeta, Stored, Cos, Sin, Scalars, Own, table, T, REVERSE: tl.constexpr,
+    X, Bias, V, Phi, dO, Psi, Z, Zeta, Stored, Cos, Sin, Scalars, Own, table, T, GRADIENT: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, P: tl.constexpr, A: tl.constexpr,
-    C: tl.constexpr, J: tl.constexpr, RP: tl.constexpr, NH: tl.constexpr, PP: tl.constexpr, STAGES: tl.constexpr,
+    C: tl.constexpr, RP: tl.constexpr, NT: tl.constexpr, NW: tl.constexpr, PT: tl.constexpr, PW: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk adds to the state, sum of exp(.) s v k^T, or with REVERSE to its gradient, sum of exp(.) dO q^T."""
+    """What a chunk adds to the state, sum of exp(.) s v k^T, or to its gradient, sum of exp(.) dO q^T."""
     chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
     start = tl.load(table + 4 * chunk).to(tl.int64)
     reach = tl.load(table + 4 * chunk + 1)
-    c, r = tl.arange(0, C)[:, None, None], tl.arange(0, RP)[None, :, None]
-    n, p = tl.arange(0, NH)[None, None, :], tl.arange(0, PP)[None, None, :]
-    head = h.to(tl.int64) * T
     dtype: tl.constexpr = Own.dtype.element_ty
-    row = tl.cast(T, tl.int64) * H
-    lo = tl.zeros((PP, NH), tl.float32)
-    hi = tl.zeros((PP, NH), tl.float32)
-    blocks = J if J == 1 else tl.minimum(J, tl.cdiv(reach, C))
-    for step in tl.range(0, blocks, num_stages=STAGES):
-        j = blocks - 1 - step if REVERSE else step
-        inside = j * C + c < reach
-        token = start + j * C + c
-        at = Scalars + head + token
-        cos, sin = load_turn(Cos, Sin, head + token, n, inside, A)
-        halves = load_halves(X, Bias, token, r, n, inside & (r < R), h, H, G, R, N)
-        if REVERSE:
-            parts = load_core_parts(dO, Psi, Z, Zeta, Stored, token, r, p, inside, h, H, R, P)
-            weight = power2(tl.load(at + CHI * row, mask=inside, other=0.0))
-            y = core_gradient(pin_parts(parts))
+    head, row = h.to(tl.int64) * T, tl.cast(T, tl.int64) * H
+    c, r = tl.arange(0, C)[:, None, None], tl.arange(0, RP)[None, :, None]
+    token, inside = start + c, c < reach
+    turns, halves, parts = (), (), ()
+    for i in tl.static_range(NT):
+        n = columns(i, NW)
+        turns = turns + (load_turn(Cos, Sin, head + token, n, inside, A),)
+        halves = halves + (load_halves(X, Bias, token, r, n, inside & (r < R), h, H, G, R, N),)
+    for u in tl.static_range(PT):
+        p = columns(u, PW)
+        if GRADIENT:
+            parts = parts + (load_core_parts(dO, Psi, Z, Zeta, Stored, token, r, p, inside, h, H, R, P),)
         else:
-            v = load_by_token(V, token, p, inside, h, H, P)
-            phi = load_by_row(Phi, r, p, inside & (r < R), h, R, P)
-            weight = tl.load(at + SHARE * row, mask=inside, other=0.0)
-            weight *= tl.load(at + EXIT * row, mask=inside, other=0.0)
-            y = pin(v).to(tl.float32) * pin(phi).to(tl.float32)
-        x_lo, x_hi = rotated(pin_halves(halves), pin(cos), pin(sin))
-        x_lo = right(x_lo, dtype)
-        x_hi = right(x_hi, dtype)
-        y = tl.trans(left(y * weight, dtype))
-        if J > 1:
-            end = start + tl.minimum((j + 1) * C, reach) - 1
-            kept = tl.exp2(tl.load(Scalars + head + end + CHI * row))
-            lo *= kept
-            hi *= kept
-        lo = dot(y, x_lo, lo)
-        hi = dot(y, x_hi, hi)
-    to = Own + (chunk.to(tl.int64) * H + h) * (2 * PP * NH) + tl.arange(0, PP)[:, None] + tl.arange(0, NH)[None, :] * PP
-    tl.store(to, narrow(lo, dtype))
-    tl.store(to + PP * NH, narrow(hi, dtype))
+            parts = parts + (load_values(V, Phi, token, r, p, inside, h, H, R, P),)
+    at = Scalars + head
+    if GRADIENT:
+        weight = power2(load(at + CHI * row, token, inside))
+    else:
+        weight = load(at + SHARE * row, token, inside) * load(at + EXIT * row, token, inside)
+    ys = ()
+    for u in tl.static_range(PT):
+        part = pin_all(parts[u])
+        if GRADIENT:
+            y = core_gradient(part)
+        else:
+            y = part[0].to(tl.float32) * part[1].to(tl.float32)
+        ys = ys + (tl.trans(left(y * weight, dtype)),)
+    NH: tl.constexpr = NT * NW
+    PP: tl.constexpr = PT * PW
+    for i in tl.static_range(NT):
+        lo, hi = rotated(pin_all(halves[i]), pin_all(turns[i]))
+        lo = right(lo, dtype)
+        hi = right(hi, dtype)
+        for u in tl.static_range(PT):
+            to = Own + (chunk.to(tl.int64) * H + h) * (2 * NH * PP)
+            to += (u * PW + tl.arange(0, PW))[:, None] + (i * NW + tl.arange(0, NW))[None, :] * PP
+            tl.store(to, narrow(dot(ys[u], lo), dtype))
+            tl.store(to + NH * PP, narrow(dot(ys[u], hi), dtype))
 
 
 @triton.jit
@@ -75,8 +85,8 @@ def _scan_kernel(
     PP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Replace every chunk's own contribution by the state that enters it (with REVERSE: by the gradient of the state
-    that leaves it). Through [2, NH]: what crosses the start of each chunk, products of the state there and its own
-    gradient summed over P, and the gradient of turning everything after it."""
+    that leaves it). Through [2, NH], summed over P: products of the entering state and the part of its gradient that
+    comes from after the chunk; and the gradient of turning everything from the start of the chunk on."""
     pid = tl.program_id(0).to(tl.int64)
     parts: tl.constexpr = NH // ROWS
     part, h, sequence = pid % parts, pid // parts % H, pid // (parts * H)
@@ -94,14 +104,17 @@ def _scan_kernel(
         decay = tl.load(Decay + task)
         tl.store(at, narrow(lo, Own.dtype.element_ty))
         tl.store(at + NH * PP, narrow(hi, Own.dtype.element_ty))
-        lo = lo * decay + own_lo
-        hi = hi * decay + own_hi
+        lo *= decay
+        hi *= decay
         if REVERSE:
             at = Entering + task * (2 * NH * PP) + e
             s_lo = tl.load(at).to(tl.float32)
             s_hi = tl.load(at + NH * PP).to(tl.float32)
             to = Through + task * (2 * NH) + n
             tl.store(to, tl.sum(s_lo * lo + s_hi * hi, axis=1))
+        lo += own_lo
+        hi += own_hi
+        if REVERSE:
             tl.store(to + NH, tl.sum(s_hi * lo - s_lo * hi, axis=1))
     if Last is not None:
         to = Last + (sequence * H + h) * (2 * NH * PP) + e
@@ -116,12 +129,11 @@ def own(x: Inputs, plan: GpuPlan, chunks: Chunks, turns: Turns, out_gradient: Te
     """
     B, S, H, G, R, N, P = x.sizes
     result = torch.empty(chunks.count, H, 2, plan.NH, plan.PP, dtype=x.dtype, device=x.Q.device)
-    reverse = out_gradient is not None
+    gradient = out_gradient is not None
     _own_kernel[(chunks.count * H,)](
-        x.Q if reverse else x.K, x.Q_bias if reverse else x.K_bias, x.V, x.MIMO_V, out_gradient, x.MIMO_Out, x.Z,
-        x.MIMO_Z, stored, turns.cos, turns.sin, turns.scalars, result, chunks.table, B * S, reverse,
-        H, G, R, N, P, N // x.rotary_dim_divisor, plan.C, plan.J, plan.RP, plan.NH, plan.PP, plan.stages,
-        num_warps=plan.warps,
+        x.Q if gradient else x.K, x.Q_bias if gradient else x.K_bias, x.V, x.MIMO_V, out_gradient, x.MIMO_Out, x.Z,
+        x.MIMO_Z, stored, turns.cos, turns.sin, turns.scalars, result, chunks.table, B * S, gradient,
+        H, G, R, N, P, N // x.rotary_dim_divisor, **plan.tiles, **plan.own,
     )  # fmt: skip
     return result
 
@@ -136,8 +148,8 @@ def scan_forward(own: Tensor, turns: Turns, chunks: Chunks, last: bool) -> Tenso
 
 
 def scan_backward(own: Tensor, turns: Turns, chunks: Chunks, entering: Tensor) -> Tensor:
-    """Turn `own` into gradients of the leaving states, in place. Returns fp32 [chunks, H, 2, NH]: what crosses the
-    start of each chunk, as the gradient of scaling all of it (summed over NH) and of turning it."""
+    """Turn `own` into gradients of the leaving states, in place. Returns fp32 [chunks, H, 2, NH]: the gradient of
+    scaling what passes over a chunk (summed over NH), and of turning what reaches it or passes over it."""
     through = torch.empty(*own.shape[:4], dtype=torch.float32, device=own.device)
     _launch_scan(own, turns, None, entering, through, chunks, True)
     return through

@@ -41,22 +41,20 @@ def _over_chunks_kernel(X, Out, rows, width: tl.constexpr, BR: tl.constexpr, BW:
 @triton.jit(do_not_specialize=["T", "S"])
 def _scalars_kernel(
     Angles, DT, Trap, dTheta, Through, Scalars, Sinks, Sources, dAngles, dADT, dDT, dTrap, table, T, S,
-    H: tl.constexpr, A: tl.constexpr, C: tl.constexpr, J: tl.constexpr, AP: tl.constexpr, NH: tl.constexpr,
+    H: tl.constexpr, A: tl.constexpr, C: tl.constexpr, AP: tl.constexpr, NH: tl.constexpr,
 ):  # fmt: skip
     chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
     start = tl.load(table + 4 * chunk).to(tl.int64)
     reach = tl.load(table + 4 * chunk + 1)
     done = tl.load(table + 4 * chunk + 2)
     batch = tl.load(table + 4 * chunk + 3)
-    L: tl.constexpr = C * J
-    i, a = tl.arange(0, L), tl.arange(0, AP)
+    i, a = tl.arange(0, C), tl.arange(0, AP)
     inside, first = i < reach, i + done == 0
     token, head, row = start + i, h.to(tl.int64) * T, tl.cast(T, tl.int64) * H
     here = _by_head(token, batch, h, S, H)
     task = chunk.to(tl.int64) * H + h
 
-    # An angle turns all that reaches later tokens: what crosses the start of the chunk, and what has joined or left
-    # it since. The same holds for a decay, and inside a block that is known pair by pair.
+    # An angle turns all that reaches later tokens: what crosses the start of the chunk, less what turned since then.
     ok = inside[:, None] & (a < A)[None, :]
     dt = tl.load(DT + here, mask=inside, other=0.0).to(tl.float32)
     at = (token[:, None] * H + h) * A + a[None, :]
@@ -78,12 +76,15 @@ def _scalars_kernel(
     tl.store(dDT + here, narrow(d_dt + own * trap + past * (1.0 - trap), dDT.dtype.element_ty), mask=inside)
     tl.store(dTrap + here, narrow((own - past) * dt * trap * (1.0 - trap), dTrap.dtype.element_ty), mask=inside)
 
+    # A decay scales all that goes over its token: over the whole chunk, from before the chunk to sinks from here on,
+    # from sources before here to after the chunk, and pair by pair inside it.
     share = tl.load(Scalars + 2 * row + head + token, mask=inside, other=0.0)
-    flow = beyond * share - tl.load(Sinks + row + head + token, mask=inside, other=0.0)
-    through = tl.sum(tl.load(Through + task * 2 * NH + tl.arange(0, NH)), axis=0) + tl.cumsum(flow, axis=0) - flow
-    net = tl.load(Sinks + head + token, mask=inside, other=0.0) - share * tl.load(source, mask=inside, other=0.0)
-    net = tl.reshape(tl.cumsum(tl.reshape(net, (J, C)), axis=1, reverse=True), (L,))
-    tl.store(dADT + here, narrow(through + net, dADT.dtype.element_ty), mask=inside)
+    sunk = tl.load(Sinks + row + head + token, mask=inside, other=0.0)
+    sunk += tl.load(Sinks + head + token, mask=inside, other=0.0) - share * tl.load(source, mask=inside, other=0.0)
+    sent = beyond * share
+    over = tl.sum(tl.load(Through + task * 2 * NH + tl.arange(0, NH)), axis=0)
+    over += tl.cumsum(sunk, axis=0, reverse=True) + tl.cumsum(sent, axis=0) - sent
+    tl.store(dADT + here, narrow(over, dADT.dtype.element_ty), mask=inside)
 
 
 def over_heads(per_head: Tensor, x: Inputs) -> Tensor:
@@ -113,9 +114,10 @@ def scalar_gradients(
     """Gradients of Angles, ADT, DT and Trap."""
     B, S, H, *_ = x.sizes
     A = d_theta.shape[-1]
+    AP = triton.next_power_of_2(A)
     d_angles, d_adt, d_dt, d_trap = (torch.empty_like(t) for t in (x.Angles, x.ADT, x.DT, x.Trap))
     _scalars_kernel[(chunks.count * H,)](
         x.Angles, x.DT, x.Trap, d_theta, through, scalars, sinks, sources, d_angles, d_adt, d_dt, d_trap,
-        chunks.table, B * S, S, H, A, plan.C, plan.J, triton.next_power_of_2(A), plan.NH, num_warps=4,
+        chunks.table, B * S, S, H, A, plan.C, AP, plan.NH, num_warps=max(1, min(4, plan.C * AP // 512)),
     )  # fmt: skip
     return d_angles, d_adt, d_dt, d_trap

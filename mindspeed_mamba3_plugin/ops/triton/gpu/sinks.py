@@ -1,0 +1,219 @@
+"""`bwd_fwd`'s main kernel: recompute O from the entering states, then back through the gate and the norm to
+everything that the states give: dQ, dZ, the weights after O, and the sums over each token as a sink."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...types import Inputs
+from ..blocks import dot, narrow
+from ..chunks import Chunks
+from ..plan import GpuPlan
+from .angles import Turns
+from .outputs import mixing, with_skip
+from .tiles import (
+    by_state,
+    by_state_transposed,
+    columns,
+    core_gradient,
+    cross,
+    left,
+    load,
+    load_by_row,
+    load_by_token,
+    load_core_parts,
+    load_halves,
+    load_out_gradient,
+    load_states,
+    load_turn,
+    load_values,
+    per_token,
+    pin,
+    pin_all,
+    power2,
+    products,
+    put,
+    right,
+    rotated,
+    sigmoid,
+    store_by_rank,
+    tall,
+)  # fmt: skip
+
+
+@triton.jit
+def _through_scores(gb, v, scores, direct, mix, rows, RP: tl.constexpr, M: tl.constexpr, dtype: tl.constexpr):
+    """From the gradient of O to that of q k^T; and what its product with O owes to other tokens of the chunk, and to
+    all of them and D, by row."""
+    gv = products(gb, v, M)
+    same = (rows // RP)[:, None] == (rows // RP)[None, :]
+    others = tl.sum(tl.where(same, 0.0, scores * gv), axis=1)
+    return pin(narrow(mix * gv, dtype)), others, tl.sum(direct.to(tl.float32) * gv, axis=1)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _sinks_kernel(
+    Q, K, Q_bias, K_bias, V, Phi, Z, Zeta, Psi, D, Weight, Cos, Sin, Scalars, States, dO, dQ, dTheta, dCore, dZ,
+    Sinks, Part, table, T, eps, NORM: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, P: tl.constexpr, A: tl.constexpr,
+    C: tl.constexpr, RP: tl.constexpr, NT: tl.constexpr, NW: tl.constexpr, PT: tl.constexpr, PW: tl.constexpr,
+):  # fmt: skip
+    chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
+    start = tl.load(table + 4 * chunk).to(tl.int64)
+    reach = tl.load(table + 4 * chunk + 1)
+    M: tl.constexpr = C * RP
+    dtype: tl.constexpr = States.dtype.element_ty
+    head, row = h.to(tl.int64) * T, tl.cast(T, tl.int64) * H
+    c, r = tl.arange(0, C)[:, None, None], tl.arange(0, RP)[None, :, None]
+    rows, token, inside = tl.arange(0, M), start + c, c < reach
+    ok = inside & (r < R)
+    task = chunk.to(tl.int64) * H + h
+    part = Part + task * (R * (N + 3 * P) + 1)
+    turns, q_halves, k_halves, values, parts = (), (), (), (), ()
+    for i in tl.static_range(NT):
+        n = columns(i, NW)
+        turns = turns + (load_turn(Cos, Sin, head + token, n, inside, A),)
+        k_halves = k_halves + (load_halves(K, K_bias, token, r, n, ok, h, H, G, R, N),)
+        q_halves = q_halves + (load_halves(Q, Q_bias, token, r, n, ok, h, H, G, R, N),)
+    for u in tl.static_range(PT):
+        p = columns(u, PW)
+        values = values + (load_values(V, Phi, token, r, p, inside, h, H, R, P),)
+        if not NORM:
+            parts = parts + (load_core_parts(dO, Psi, Z, Zeta, None, token, r, p, inside, h, H, R, P),)
+    states = load_states(States, task, NT, NW, PT, PW)
+    mix, chi = mixing(Scalars, head + start, row, reach, rows, C, RP)
+
+    k, q, v, gb = (), (), (), ()
+    d_skip = 0.0
+    for i in tl.static_range(NT):
+        turn = pin_all(turns[i])
+        lo, hi = rotated(pin_all(k_halves[i]), turn)
+        k = k + (right(lo, dtype), right(hi, dtype))
+        lo, hi = rotated(pin_all(q_halves[i]), turn)
+        q = q + (left(lo, dtype), left(hi, dtype))
+    for u in tl.static_range(PT):
+        value = pin_all(values[u])
+        x = value[0].to(tl.float32) * value[1].to(tl.float32)
+        v = v + (right(x, dtype),)
+        if not NORM:
+            g = core_gradient(pin_all(parts[u]))
+            gb = gb + (left(g, dtype),)
+            if D is not None:
+                d_skip += tl.sum(tl.sum(tl.sum(g * x, axis=2), axis=1), axis=0)
+    scores = products(q, k, M) * mix
+    direct = with_skip(scores, D, h, rows, dtype)
+    since = power2(chi)[:, None]
+    whole = tl.zeros((C, RP), tl.float32)
+    if not NORM:
+        gs, others, own = _through_scores(gb, v, scores, direct, mix, rows, RP, M, dtype)
+    else:
+        ys, gs_core = (), ()
+        square = tl.zeros((C, RP, 1), tl.float32)
+        along = tl.zeros((C, RP, 1), tl.float32)
+        for u in tl.static_range(PT):
+            y = tall(dot(direct, v[u], by_state(q, states, u, M, NT, PT, PW) * since), RP)
+            square += tl.sum(y * y, axis=2, keep_dims=True)
+            ys = ys + (y,)
+        scale = tl.rsqrt(square / P + eps)
+    for u in tl.static_range(PT):
+        p = columns(u, PW)
+        if not NORM:
+            y = tall(dot(direct, v[u], by_state(q, states, u, M, NT, PT, PW) * since), RP)
+        up = load_out_gradient(dO, token, r, p, inside, h, H, R, P, Psi is not None).to(tl.float32)
+        if Psi is not None:
+            psi = load_by_row(Psi, r, p, ok, h, R, P).to(tl.float32)
+        if Z is not None:
+            z = load_by_token(Z, token, p, inside, h, H, P).to(tl.float32)
+            zeta = load_by_row(Zeta, r, p, ok, h, R, P).to(tl.float32)
+            gate = z * zeta
+            sig = sigmoid(gate)
+        if NORM:
+            unit = ys[u] * scale
+            y = unit
+            g = up * psi * (gate * sig)
+            if Weight is not None:
+                weight = load(Weight, h * P + p, p < P).to(tl.float32)
+                y *= weight
+                store_by_rank(part + R * (N + 2 * P), g * unit, u, P, R, P, dtype)
+                g *= weight
+            along += tl.sum(g * unit, axis=2, keep_dims=True)
+            gs_core = gs_core + (g,)
+        y *= up
+        x = y * (gate * sig) if Z is not None else y
+        if Psi is not None:
+            store_by_rank(part + R * N, x, u, P, R, P, dtype)
+            y *= psi
+            x *= psi
+        if not NORM:
+            whole += tl.sum(x, axis=2)
+        if Z is not None:
+            y *= sig * (1.0 + gate * (1.0 - sig))
+            store_by_rank(part + R * (N + P), y * z, u, P, R, P, dtype)
+            put(dZ, (token * H + h) * P + p, tl.sum(y * zeta, axis=1, keep_dims=True), inside & (p < P))
+    if NORM:
+        for u in tl.static_range(PT):
+            p = columns(u, PW)
+            g = scale * (gs_core[u] - ys[u] * scale * (along / P))
+            put(dCore, ((token * H + h) * R + r) * P + p, g, ok & (p < P))
+            gb = gb + (left(g, dtype),)
+            whole += tl.sum(ys[u] * g, axis=2)
+            if D is not None:
+                x = load_by_token(V, token, p, inside, h, H, P).to(tl.float32)
+                x *= load_by_row(Phi, r, p, ok, h, R, P).to(tl.float32)
+                d_skip += tl.sum(tl.sum(tl.sum(g * x, axis=2), axis=1), axis=0)
+        gs, others, own = _through_scores(gb, v, scores, direct, mix, rows, RP, M, dtype)
+    tl.store(part + R * (N + 3 * P), d_skip)
+    local = tl.arange(0, C)
+    put(Sinks, head + start + local, per_token(others, C, RP), local < reach)
+    put(Sinks + row, head + start + local, tl.sum(whole, axis=1) - per_token(own, C, RP), local < reach)
+
+    for i in tl.static_range(NT):
+        n = columns(i, NW)
+        lo = tall(dot(gs, k[2 * i], by_state_transposed(gb, states, i, 0, M, PT, NW) * since), RP)
+        hi = tall(dot(gs, k[2 * i + 1], by_state_transposed(gb, states, i, 1, M, PT, NW) * since), RP)
+        cos, sin = load_turn(Cos, Sin, head + token, n, inside, A)
+        cos = cos.to(tl.float32)
+        sin = sin.to(tl.float32)
+        at = ((token * R + r) * H + h) * N + n
+        x_lo = lo * cos + hi * sin
+        put(dQ, at, x_lo, ok & (n < N // 2))
+        store_by_rank(part, x_lo, i, N // 2, R, N, dtype)
+        x_hi = hi * cos - lo * sin
+        put(dQ, at + N // 2, x_hi, ok & (n < N // 2))
+        store_by_rank(part + N // 2, x_hi, i, N // 2, R, N, dtype)
+        turn = cross(x_lo, x_hi, load_halves(Q, Q_bias, token, r, n, ok, h, H, G, R, N))
+        put(dTheta, (head + token) * A + n, turn, inside & (n < A))
+
+
+def sink_gradients(
+    x: Inputs, plan: GpuPlan, chunks: Chunks, turns: Turns, states: Tensor, grad_out: Tensor
+) -> dict[str, Tensor | None]:
+    """Everything of the backward that the states give.
+
+    dq: of each head, un-rotated, [B, S, R, H, N]. d_theta: fp32 [H, T, A], share of the queries. core: gradient
+    of O [B, S, H, R, P], only with a norm. dz. sinks: fp32 [2, H, T], per token the products of O and its
+    gradient, from its chunk and from the state. part: fp32 [chunks, H, R (N + 3 P) + 1], sums over each chunk for
+    Q_bias, MIMO_Out, MIMO_Z, the norm weight and D; parts of absent arguments are not written.
+    """
+    B, S, H, G, R, N, P = x.sizes
+    T, A, new = B * S, N // x.rotary_dim_divisor, partial(torch.empty, device=x.Q.device)
+    result = {
+        "dq": new(B, S, R, H, N, dtype=x.dtype),
+        "d_theta": new(H, T, A, dtype=torch.float32),
+        "core": new(B, S, H, R, P, dtype=x.dtype) if x.fuse_norm else None,
+        "dz": None if x.Z is None else new(B, S, H, P, dtype=x.Z.dtype),
+        "sinks": new(2, H, T, dtype=torch.float32),
+        "part": new(chunks.count, H, R * (N + 3 * P) + 1, dtype=torch.float32),
+    }
+    _sinks_kernel[(chunks.count * H,)](
+        x.Q, x.K, x.Q_bias, x.K_bias, x.V, x.MIMO_V, x.Z, x.MIMO_Z, x.MIMO_Out, x.D, x.outproj_norm_weight,
+        turns.cos, turns.sin, turns.scalars, states, grad_out, result["dq"], result["d_theta"], result["core"],
+        result["dz"], result["sinks"], result["part"], chunks.table, T, x.norm_eps, x.fuse_norm,
+        H, G, R, N, P, A, **plan.tiles, **plan.sinks,
+    )  # fmt: skip
+    return result

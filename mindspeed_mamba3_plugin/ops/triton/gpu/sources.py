@@ -1,0 +1,170 @@
+"""`bwd_bwd`'s main kernel: everything that the gradients of the states give: dK, dV and the sums over each token as a
+source."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...types import Inputs
+from ..blocks import dot, narrow
+from ..chunks import Chunks
+from ..plan import GpuPlan
+from .angles import CHI, CLO, EXIT, OWN, SHARE, Turns
+from .outputs import with_skip
+from .tiles import (
+    by_column,
+    by_state,
+    by_state_transposed,
+    columns,
+    core_gradient,
+    cross,
+    left,
+    load,
+    load_by_row,
+    load_by_token,
+    load_core_parts,
+    load_halves,
+    load_states,
+    load_turn,
+    load_values,
+    per_token,
+    pin,
+    pin_all,
+    power2,
+    products,
+    put,
+    right,
+    rotated,
+    store_by_rank,
+    tall,
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T"])
+def _sources_kernel(
+    Q, K, Q_bias, K_bias, V, Phi, dO, Psi, Z, Zeta, Stored, D, Cos, Sin, Scalars, dStates, dK, dTheta, dV, Sources,
+    Part, table, T,
+    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, P: tl.constexpr, A: tl.constexpr,
+    C: tl.constexpr, RP: tl.constexpr, NT: tl.constexpr, NW: tl.constexpr, PT: tl.constexpr, PW: tl.constexpr,
+):  # fmt: skip
+    """The mirror image of the sinks' kernel: rows are sources (k, v), columns their sinks (q, gradient of O)."""
+    chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
+    start = tl.load(table + 4 * chunk).to(tl.int64)
+    reach = tl.load(table + 4 * chunk + 1)
+    M: tl.constexpr = C * RP
+    dtype: tl.constexpr = dStates.dtype.element_ty
+    head, row = h.to(tl.int64) * T, tl.cast(T, tl.int64) * H
+    c, r = tl.arange(0, C)[:, None, None], tl.arange(0, RP)[None, :, None]
+    rows, token, inside = tl.arange(0, M), start + c, c < reach
+    ok = inside & (r < R)
+    task = chunk.to(tl.int64) * H + h
+    part = Part + task * (R * (N + P))
+    turns, q_halves, k_halves, values, parts = (), (), (), (), ()
+    for i in tl.static_range(NT):
+        n = columns(i, NW)
+        turns = turns + (load_turn(Cos, Sin, head + token, n, inside, A),)
+        k_halves = k_halves + (load_halves(K, K_bias, token, r, n, ok, h, H, G, R, N),)
+        q_halves = q_halves + (load_halves(Q, Q_bias, token, r, n, ok, h, H, G, R, N),)
+    for u in tl.static_range(PT):
+        p = columns(u, PW)
+        values = values + (load_values(V, Phi, token, r, p, inside, h, H, R, P),)
+        parts = parts + (load_core_parts(dO, Psi, Z, Zeta, Stored, token, r, p, inside, h, H, R, P),)
+    states = load_states(dStates, task, NT, NW, PT, PW)
+
+    local, sink = rows // RP, tl.arange(0, C)
+    numbers = Scalars + head + start
+    chi = load(numbers + CHI * row, local, local < reach)
+    clo = load(numbers + CLO * row, local, local < reach)
+    share = load(numbers + SHARE * row, local, local < reach)
+    own = load(numbers + OWN * row, local, local < reach)
+    leave = load(numbers + EXIT * row, local, local < reach)
+    fade = (load(numbers + CHI * row, sink, sink < reach)[None, :] - chi[:, None]) + (
+        load(numbers + CLO * row, sink, sink < reach)[None, :] - clo[:, None]
+    )
+    fade = power2(tl.where((sink[None, :] >= local[:, None]) & (sink < reach)[None, :], fade, -float("inf")))
+    fade = by_column(fade, RP)
+
+    k, q, v, gb = (), (), (), ()
+    for i in tl.static_range(NT):
+        turn = pin_all(turns[i])
+        lo, hi = rotated(pin_all(q_halves[i]), turn)
+        q = q + (right(lo, dtype), right(hi, dtype))
+        lo, hi = rotated(pin_all(k_halves[i]), turn)
+        k = k + (left(lo, dtype), left(hi, dtype))
+    for u in tl.static_range(PT):
+        gb = gb + (right(core_gradient(pin_all(parts[u])), dtype),)
+        value = pin_all(values[u])
+        v = v + (left(value[0].to(tl.float32) * value[1].to(tl.float32), dtype),)
+    kq = products(k, q, M)
+    vg = products(v, gb, M)
+    same = local[:, None] == local[None, :]
+    product = fade * (kq * vg)
+    at = head + start + sink
+    put(Sources, at, per_token(tl.sum(tl.where(same, 0.0, product), axis=1), C, RP), sink < reach)
+    put(Sources + row, at, per_token(tl.sum(tl.where(same, product, 0.0), axis=1), C, RP), sink < reach)
+    mix = tl.where(same, own[:, None], fade * share[:, None])
+    gs = pin(narrow(mix * vg, dtype))
+    direct = with_skip(mix * kq, D, h, rows, dtype)
+
+    beyond = tl.zeros((M,), tl.float32)
+    for u in tl.static_range(PT):
+        p = columns(u, PW)
+        dv = by_state(k, states, u, M, NT, PT, PW) * leave[:, None]
+        beyond += tl.sum(dv * v[u].to(tl.float32), axis=1)
+        dv = tall(dot(direct, gb[u], dv * share[:, None]), RP)
+        x = dv * load_by_token(V, token, p, inside, h, H, P).to(tl.float32)
+        store_by_rank(part + R * N, x, u, P, R, P, dtype)
+        x = dv * load_by_row(Phi, r, p, ok, h, R, P).to(tl.float32)
+        put(dV, (token * H + h) * P + p, tl.sum(x, axis=1, keep_dims=True), inside & (p < P))
+    put(Sources + 2 * row, at, per_token(beyond, C, RP), sink < reach)
+
+    weight = (share * leave)[:, None]
+    for i in tl.static_range(NT):
+        n = columns(i, NW)
+        lo = tall(dot(gs, q[2 * i], by_state_transposed(v, states, i, 0, M, PT, NW) * weight), RP)
+        hi = tall(dot(gs, q[2 * i + 1], by_state_transposed(v, states, i, 1, M, PT, NW) * weight), RP)
+        cos, sin = load_turn(Cos, Sin, head + token, n, inside, A)
+        cos = cos.to(tl.float32)
+        sin = sin.to(tl.float32)
+        at = ((token * R + r) * H + h) * N + n
+        x_lo = lo * cos + hi * sin
+        put(dK, at, x_lo, ok & (n < N // 2))
+        store_by_rank(part, x_lo, i, N // 2, R, N, dtype)
+        x_hi = hi * cos - lo * sin
+        put(dK, at + N // 2, x_hi, ok & (n < N // 2))
+        store_by_rank(part + N // 2, x_hi, i, N // 2, R, N, dtype)
+        at = (head + token) * A + n
+        turn = load(dTheta, at, inside & (n < A))
+        turn += cross(x_lo, x_hi, load_halves(K, K_bias, token, r, n, ok, h, H, G, R, N))
+        put(dTheta, at, turn, inside & (n < A))
+
+
+def source_gradients(
+    x: Inputs, plan: GpuPlan, chunks: Chunks, turns: Turns, d_states: Tensor, grad_out: Tensor, core: Tensor | None,
+    d_theta: Tensor,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Everything of the backward that the gradients of the states give; adds the keys' share to d_theta in place.
+
+    dk: of each head, un-rotated, [B, S, R, H, N]. dv. sources: fp32 [3, H, T], per token the gradient of its share
+    s from its chunk, of gamma, and of s from later chunks. part: fp32 [chunks, H, R (N + P)], sums over each chunk
+    for K_bias and MIMO_V.
+    """
+    B, S, H, G, R, N, P = x.sizes
+    T, new = B * S, partial(torch.empty, device=x.Q.device)
+    result = {
+        "dk": new(B, S, R, H, N, dtype=x.dtype),
+        "dv": new(B, S, H, P, dtype=x.V.dtype),
+        "sources": new(3, H, T, dtype=torch.float32),
+        "part": new(chunks.count, H, R * (N + P), dtype=torch.float32),
+    }
+    _sources_kernel[(chunks.count * H,)](
+        x.Q, x.K, x.Q_bias, x.K_bias, x.V, x.MIMO_V, grad_out, x.MIMO_Out, x.Z, x.MIMO_Z, core, x.D, turns.cos,
+        turns.sin, turns.scalars, d_states, result["dk"], d_theta, result["dv"], result["sources"], result["part"],
+        chunks.table, T, H, G, R, N, P, N // x.rotary_dim_divisor, **plan.tiles, **plan.sources,
+    )  # fmt: skip
+    return result

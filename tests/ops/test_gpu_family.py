@@ -1,0 +1,78 @@
+"""What is particular to the GPU family; that it computes the right thing is in test_kernels.py."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from cases import make
+
+from mindspeed_mamba3_plugin.ops import registry
+from mindspeed_mamba3_plugin.ops.triton import gpu
+from mindspeed_mamba3_plugin.ops.triton.gpu import angles
+from mindspeed_mamba3_plugin.ops.triton.plan import gpu_plan
+from mindspeed_mamba3_plugin.ops.types import GRADIENT_NAMES
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OFFICIAL = [(16, 64, 4), (32, 64, 4), (64, 64, 4), (128, 64, 4), (256, 64, 4), (64, 128, 4), (128, 32, 4), (128, 128, 4),
+            (128, 64, 8), (128, 64, 2), (128, 64, 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("N, P, R", OFFICIAL)
+def test_every_official_shape_has_a_plan(N, P, R, dtype):
+    plan = gpu_plan(N, P, R, dtype, 90)
+    assert 2 * plan.NH >= N and plan.PP >= P and plan.RP >= R
+    assert max(plan.NW, plan.PW) <= 64 and plan.C * plan.RP <= 64
+
+
+@pytest.mark.parametrize("N, P, R", [(512, 64, 4), (64, 256, 4), (64, 64, 65)])
+def test_what_does_not_fit_is_refused_with_its_sizes(N, P, R):
+    with pytest.raises(ValueError, match=f"N = {N}, P = {P}, R = {R}"):
+        gpu_plan(N, P, R, torch.bfloat16, 90)
+
+
+def test_two_halves_give_every_gradient_once():
+    x = make(1, 20, device=DEVICE, norm=True)
+    registry.reset_kernel_calls()
+    grad_out = torch.randn(1, 20, 2, 16, device=DEVICE)
+    first, residuals = gpu.bwd_fwd(x, grad_out)
+    second = gpu.bwd_bwd(x, residuals)
+    assert sorted([*first, *second]) == sorted(GRADIENT_NAMES)
+    assert registry.kernel_calls() == {"triton-gpu.bwd_fwd": 1, "triton-gpu.bwd_bwd": 1}
+
+
+def test_states_are_freed_before_the_gradients_of_each_head_are_made():
+    x = make(1, 20, device=DEVICE)
+    _, residuals = gpu.bwd_fwd(x, torch.randn(1, 20, 2, 16, device=DEVICE))
+    gpu.bwd_bwd(x, residuals)
+    assert not hasattr(residuals, "states")
+
+
+def test_cosine_and_sine_of_half_turns():
+    @triton.jit
+    def kernel(U, Cos, Sin, n: tl.constexpr):
+        i = tl.arange(0, n)
+        cos, sin = angles._cos_sin(tl.load(U + i))
+        tl.store(Cos + i, cos)
+        tl.store(Sin + i, sin)
+
+    u = torch.cat(
+        (torch.linspace(-1, 1, 4000), torch.tensor([0.0, 1e-8, -1e-8, 0.25, -0.25, 0.5, -0.5, 0.75, -0.75]))
+    )
+    u = torch.nn.functional.pad(u, (0, 4096 - len(u))).to(DEVICE)
+    cos, sin = torch.empty_like(u), torch.empty_like(u)
+    kernel[(1,)](u, cos, sin, 4096)
+    exact = u.double() * torch.pi
+    assert (cos.double() - exact.cos()).abs().max() < 1.5e-7
+    assert (sin.double() - exact.sin()).abs().max() < 1.5e-7
+    assert ((sin.double() - exact.sin()).abs() <= 2e-7 * exact.sin().abs() + 1e-7 * (u.abs() > 0.2)).all()
+
+
+def test_angles_do_not_drift_over_a_long_sequence():
+    x = make(1, 4096, H=1, R=1, device=DEVICE)
+    _, state = gpu.forward(replace(x, return_state=True))
+    exact = (torch.tanh(x.Angles.double()) * x.DT.double().transpose(1, 2)[..., None]).sum(1) * torch.pi
+    difference = torch.remainder(state.angle.double() - exact + torch.pi, 2 * torch.pi) - torch.pi
+    assert difference.abs().max() < 1e-5
