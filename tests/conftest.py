@@ -1,9 +1,11 @@
-"""Set before anything imports triton: its kernels run in the interpreter where there is no GPU."""
+"""The environment is set before anything imports triton: where there is no GPU its kernels run in the interpreter."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -18,3 +20,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="module")
+def megatron() -> Iterator[None]:
+    """megatron-core's process groups, of one process, for one file of tests."""
+    from mindspeed_mamba3_plugin import platforms
+
+    platforms.current().activate()
+    from megatron.core import parallel_state, tensor_parallel
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

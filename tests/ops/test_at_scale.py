@@ -33,8 +33,8 @@ def test_the_error_of_an_angle_does_not_grow():
         (cos[..., :2].reshape(-1, 2) - theta.cos()).abs(), (sin[..., :2].reshape(-1, 2) - theta.sin()).abs()
     ).amax(1)
     assert theta.max() > 1000 * torch.pi
-    # Beside a constant, half a unit in the last place of the fp32 angle itself: what the steps' own rounding, one-sided
-    # with the GPU's exponential, adds up to.
+    # Beside a constant, half a unit in the last place of the fp32 angle itself: the steps' own rounding, which is
+    # one-sided with the GPU's exponential, adds up to that.
     assert (error < 2e-5 + 2**-24 * theta.amax(1)).all()
 
 

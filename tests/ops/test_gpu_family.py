@@ -15,8 +15,10 @@ from mindspeed_mamba3_plugin.ops.triton.plan import gpu_plan
 from mindspeed_mamba3_plugin.ops.types import GRADIENT_NAMES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-OFFICIAL = [(16, 64, 4), (32, 64, 4), (64, 64, 4), (128, 64, 4), (256, 64, 4), (64, 128, 4), (128, 32, 4), (128, 128, 4),
-            (128, 64, 8), (128, 64, 2), (128, 64, 1)]  # fmt: skip
+OFFICIAL = [
+    (16, 64, 4), (32, 64, 4), (64, 64, 4), (128, 64, 4), (256, 64, 4), (64, 128, 4), (128, 32, 4), (128, 128, 4),
+    (128, 64, 8), (128, 64, 2), (128, 64, 1),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -31,6 +33,13 @@ def test_every_official_shape_has_a_plan(N, P, R, dtype):
 def test_what_does_not_fit_is_refused_with_its_sizes(N, P, R):
     with pytest.raises(ValueError, match=f"N = {N}, P = {P}, R = {R}"):
         gpu_plan(N, P, R, torch.bfloat16, 90)
+
+
+def test_a_chip_with_less_shared_memory_gets_fewer_rows_or_a_refusal():
+    rows = [(p := gpu_plan(256, 128, 4, torch.bfloat16, capability)).C * p.RP for capability in (90, 80, 89)]
+    assert rows == [64, 64, 16]
+    with pytest.raises(ValueError, match="N = 256, P = 128, R = 4 .* shared memory, sm_89"):
+        gpu_plan(256, 128, 4, torch.float32, 89)
 
 
 def test_two_halves_give_every_gradient_once():

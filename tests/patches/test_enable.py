@@ -19,7 +19,6 @@ from mindspeed_mamba3_plugin.config import ConfigError, Mamba3Config
 
 pytest.importorskip("megatron.core")
 
-from megatron.core import parallel_state
 from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
@@ -58,12 +57,8 @@ def core_entries() -> dict:
 
 
 @pytest.fixture
-def group():
+def group(megatron):
     """The argument with the process groups that a layer asks for, of this one process."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
     takes = "pg_collection" in inspect.signature(MambaLayer.__init__).parameters  # since 0.15
     return {"pg_collection": SimpleNamespace(tp=dist.group.WORLD)} if takes else {}
 

@@ -131,6 +131,10 @@ class GpuPlan:
         return {name: getattr(self, name) for name in ("C", "RP", "NT", "NW", "PT", "PW")}
 
 
+# Shared memory that one program may have, KiB by compute capability; others are taken for the smallest.
+_SHARED_KIB = {0: 1 << 20, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227}
+
+
 @lru_cache(maxsize=256)
 def gpu_plan(N: int, P: int, R: int, dtype: torch.dtype, capability: int) -> GpuPlan:
     """The plan of the GPU family; capability as in sm_90, 0 is the interpreter.
@@ -143,13 +147,25 @@ def gpu_plan(N: int, P: int, R: int, dtype: torch.dtype, capability: int) -> Gpu
     RP, NH, PP = next_power_of_2(R), max(16, next_power_of_2(N // 2)), max(16, next_power_of_2(P))
     if NH > 128 or PP > 128 or RP > 64:
         raise ValueError(f"N = {N}, P = {P}, R = {R}: the GPU kernels take N <= 256, P <= 128 and R <= 64")
-    # Small tiles in the interpreter: short tests then cross the bounds of chunks and tiles.
-    # fp32 products unroll into single multiply-adds: small tiles keep their operands in registers.
+    # Small tiles in the interpreter: short tests then cross the bounds of chunks and tiles. fp32 products unroll into
+    # single multiply-adds: small tiles keep their operands in registers.
     rows, width = (32, 16) if capability == 0 else (16, 32) if dtype == torch.float32 else (64, 64)
+    shared = 1024 * _SHARED_KIB.get(capability, 99)
+    while (need := _shared_bytes(max(rows, RP), NH, PP, dtype.itemsize)) > shared and rows > max(16, RP):
+        rows //= 2
+    if need > shared:
+        raise ValueError(
+            f"N = {N}, P = {P}, R = {R} in {dtype} need {need} bytes of shared memory, sm_{capability} has {shared}"
+        )
     C, NW, PW = max(1, rows // RP), min(NH, width), min(PP, width)
     how = {"num_warps": 4}
     store = torch.float32 if dtype == torch.float32 else torch.float16
     return GpuPlan(C, RP, NH // NW, NW, PP // PW, PW, how, how, how, how, store)
+
+
+def _shared_bytes(M: int, NH: int, PP: int, size: int) -> int:
+    """Shared memory of the main kernels: a state, q, k, v and the gradient of O, and what reductions take."""
+    return size * (2 * NH * PP + 4 * NH * M + 2 * PP * M) + 2048
 
 
 def target_of(device: torch.device) -> str:
