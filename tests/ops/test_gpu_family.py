@@ -38,7 +38,7 @@ def test_what_does_not_fit_is_refused_with_its_sizes(N, P, R):
 def test_a_chip_with_less_shared_memory_gets_fewer_rows_or_a_refusal():
     rows = [(p := gpu_plan(256, 128, 4, torch.bfloat16, capability)).C * p.RP for capability in (90, 80, 89)]
     assert rows == [64, 64, 16]
-    with pytest.raises(ValueError, match="N = 256, P = 128, R = 4 .* shared memory, sm_89"):
+    with pytest.raises(ValueError, match=r"N = 256, P = 128, R = 4 .* shared memory, sm_89"):
         gpu_plan(256, 128, 4, torch.float32, 89)
 
 
