@@ -47,11 +47,13 @@ from .tiles import (
 
 
 @triton.jit
-def _through_scores(gb, v, scores, mix, rows, RP: tl.constexpr, M: tl.constexpr, dtype: tl.constexpr):
-    """From the gradient of O to that of q k^T, and the sum over each row of what comes from other tokens."""
+def _through_scores(gb, v, scores, direct, mix, rows, RP: tl.constexpr, M: tl.constexpr, dtype: tl.constexpr):
+    """From the gradient of O to that of q k^T; and what its product with O owes to other tokens of the chunk, and to
+    all of them and D, by row."""
     gv = products(gb, v, M)
     same = (rows // RP)[:, None] == (rows // RP)[None, :]
-    return pin(narrow(mix * gv, dtype)), tl.sum(tl.where(same, 0.0, scores * gv), axis=1)
+    others = tl.sum(tl.where(same, 0.0, scores * gv), axis=1)
+    return pin(narrow(mix * gv, dtype)), others, tl.sum(direct.to(tl.float32) * gv, axis=1)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -106,9 +108,9 @@ def _sinks_kernel(
     scores = products(q, k, M) * mix
     direct = with_skip(scores, D, h, rows, dtype)
     since = power2(chi)[:, None]
-    from_state = tl.zeros((M,), tl.float32)
+    whole = tl.zeros((C, RP), tl.float32)
     if not NORM:
-        gs, others = _through_scores(gb, v, scores, mix, rows, RP, M, dtype)
+        gs, others, own = _through_scores(gb, v, scores, direct, mix, rows, RP, M, dtype)
     else:
         ys, gs_core = (), ()
         square = tl.zeros((C, RP, 1), tl.float32)
@@ -121,9 +123,7 @@ def _sinks_kernel(
     for u in tl.static_range(PT):
         p = columns(u, PW)
         if not NORM:
-            y = by_state(q, states, u, M, NT, PT, PW) * since
-            from_state += tl.sum(y * gb[u].to(tl.float32), axis=1)
-            y = tall(dot(direct, v[u], y), RP)
+            y = tall(dot(direct, v[u], by_state(q, states, u, M, NT, PT, PW) * since), RP)
         up = load_out_gradient(dO, token, r, p, inside, h, H, R, P, Psi is not None).to(tl.float32)
         if Psi is not None:
             psi = load_by_row(Psi, r, p, ok, h, R, P).to(tl.float32)
@@ -144,9 +144,13 @@ def _sinks_kernel(
             along += tl.sum(g * unit, axis=2, keep_dims=True)
             gs_core = gs_core + (g,)
         y *= up
+        x = y * (gate * sig) if Z is not None else y
         if Psi is not None:
-            store_by_rank(part + R * N, y * (gate * sig) if Z is not None else y, u, P, R, P, dtype)
+            store_by_rank(part + R * N, x, u, P, R, P, dtype)
             y *= psi
+            x *= psi
+        if not NORM:
+            whole += tl.sum(x, axis=2)
         if Z is not None:
             y *= sig * (1.0 + gate * (1.0 - sig))
             store_by_rank(part + R * (N + P), y * z, u, P, R, P, dtype)
@@ -157,17 +161,16 @@ def _sinks_kernel(
             g = scale * (gs_core[u] - ys[u] * scale * (along / P))
             put(dCore, ((token * H + h) * R + r) * P + p, g, ok & (p < P))
             gb = gb + (left(g, dtype),)
-            y = by_state(q, states, u, M, NT, PT, PW) * since
-            from_state += tl.sum(y * gb[u].to(tl.float32), axis=1)
+            whole += tl.sum(ys[u] * g, axis=2)
             if D is not None:
                 x = load_by_token(V, token, p, inside, h, H, P).to(tl.float32)
                 x *= load_by_row(Phi, r, p, ok, h, R, P).to(tl.float32)
                 d_skip += tl.sum(tl.sum(tl.sum(g * x, axis=2), axis=1), axis=0)
-        gs, others = _through_scores(gb, v, scores, mix, rows, RP, M, dtype)
+        gs, others, own = _through_scores(gb, v, scores, direct, mix, rows, RP, M, dtype)
     tl.store(part + R * (N + 3 * P), d_skip)
     local = tl.arange(0, C)
     put(Sinks, head + start + local, per_token(others, C, RP), local < reach)
-    put(Sinks + row, head + start + local, per_token(from_state, C, RP), local < reach)
+    put(Sinks + row, head + start + local, tl.sum(whole, axis=1) - per_token(own, C, RP), local < reach)
 
     for i in tl.static_range(NT):
         n = columns(i, NW)
