@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
-from .ops import registry
-
-MIN_CHUNK_SIZE = 8
+from .ops import MIN_CHUNK_SIZE, registry
 
 
 def _setting(default: Any, help: str, choices: tuple | None = None, type: type | None = None) -> Any:

@@ -16,7 +16,8 @@ from contextvars import ContextVar
 from functools import lru_cache, partial, wraps
 from typing import Any
 
-from ..config import MIN_CHUNK_SIZE, Mamba3Config
+from ..config import Mamba3Config
+from ..ops import MIN_CHUNK_SIZE
 from .engine import Engine, Patch
 
 _BLOCK = "mindspeed_llm.fsdp2.models.mamba3.mamba3_block"

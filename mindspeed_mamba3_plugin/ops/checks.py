@@ -7,9 +7,9 @@ import itertools
 import torch
 from torch import Tensor
 
+from . import MIN_CHUNK_SIZE
 from .types import OPTIONAL_ARGS, TENSOR_ARGS, Inputs
 
-MIN_CHUNK_SIZE = 8
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

@@ -6,7 +6,7 @@ P head size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +56,11 @@ class Inputs:
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The differentiable arguments in the order of `TENSOR_ARGS`."""
         return tuple(getattr(self, name) for name in TENSOR_ARGS)
+
+    def contiguous(self) -> Inputs:
+        """The same inputs, every tensor of `TENSOR_ARGS` contiguous, as the kernels take them."""
+        given = zip(TENSOR_ARGS, self.tensors, strict=True)
+        return replace(self, **{name: t.contiguous() for name, t in given if t is not None})
 
     @property
     def options(self) -> dict[str, Any]:

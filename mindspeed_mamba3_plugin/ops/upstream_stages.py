@@ -24,7 +24,7 @@ from .triton.ascend.states import outer, reverse_scan, scan
 from .triton.ascend.values import values, values_bwd
 from .triton.chunks import Chunks, cut
 from .triton.plan import Plan, next_power_of_2, plain_plan, target_of
-from .types import TENSOR_ARGS, Inputs
+from .types import Inputs
 
 _MOST_ROWS = 128  # of a chunk: more do not fit on a chip
 
@@ -178,8 +178,7 @@ def prepare(
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: must be {shape} to match q and chunk_size")
     registry.resolve(ascend.NAME, q.device.type)
-    given = {n: t.contiguous() for n, t in zip(TENSOR_ARGS, x.tensors, strict=True) if t is not None}
-    x = replace(x, **given)
+    x = x.contiguous()
 
     plan = replace(plain_plan(N, P, R, x.dtype, target_of(q.device)), C=C)
     chunks = cut(x, U)

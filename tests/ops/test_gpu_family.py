@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from cases import make
+from cases import DEVICE, make
 
 from mindspeed_mamba3_plugin.ops import registry
 from mindspeed_mamba3_plugin.ops.triton import gpu
@@ -14,7 +14,6 @@ from mindspeed_mamba3_plugin.ops.triton.gpu import angles
 from mindspeed_mamba3_plugin.ops.triton.plan import gpu_plan
 from mindspeed_mamba3_plugin.ops.types import GRADIENT_NAMES
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OFFICIAL = [
     (16, 64, 4), (32, 64, 4), (64, 64, 4), (128, 64, 4), (256, 64, 4), (64, 128, 4), (128, 32, 4), (128, 128, 4),
     (128, 64, 8), (128, 64, 2), (128, 64, 1),

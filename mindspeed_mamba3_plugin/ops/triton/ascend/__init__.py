@@ -6,14 +6,13 @@ A stage's kernel and its launcher stand in one file; this one only strings them 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import registry
-from ...types import TENSOR_ARGS, Gradients, Inputs, State
+from ...types import Gradients, Inputs, State
 from ..chunks import Chunks, cut
 from ..plan import Plan, plain_plan, target_of
 from .angles import angles, angles_bwd
@@ -79,7 +78,7 @@ def bwd_fwd(x: Inputs, grad_out: Tensor) -> Residuals:
 def bwd_bwd(x: Inputs, residuals: Residuals) -> Gradients:
     """The second half: from dO through the scan to every other gradient."""
     registry.count(NAME, "bwd_bwd")
-    x = _contiguous(x)
+    x = x.contiguous()
     chunks, plan, rows, behind = residuals
     down = outer(rows.q, behind.do_in, plan)
     dstates, dwhole, dturn = reverse_scan(down, rows.whole, rows.states, chunks, plan)
@@ -101,17 +100,12 @@ def backward(x: Inputs, grad_out: Tensor) -> Gradients:
     return bwd_bwd(x, bwd_fwd(x, grad_out))
 
 
-def _contiguous(x: Inputs) -> Inputs:
-    given = {n: t.contiguous() for n, t in zip(TENSOR_ARGS, x.tensors, strict=True) if t is not None}
-    return replace(x, **given)
-
-
 def _prepare(x: Inputs) -> tuple[Inputs, Chunks, Plan]:
     _, _, _, _, R, N, P = x.sizes
     if x.dtype == torch.float64:
         raise ValueError("dtype is torch.float64: the Triton kernels take float16, bfloat16 or float32")
     plan = plain_plan(N, P, R, x.dtype, target_of(x.Q.device))
-    return _contiguous(x), cut(x, plan.C), plan
+    return x.contiguous(), cut(x, plan.C), plan
 
 
 def _rows(x: Inputs, chunks: Chunks, plan: Plan) -> _Rows:

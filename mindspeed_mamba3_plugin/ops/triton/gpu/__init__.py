@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import registry
-from ...types import TENSOR_ARGS, Gradients, Inputs, State
+from ...types import Gradients, Inputs, State
 from ..chunks import Chunks, cut
 from ..plan import GpuPlan, gpu_plan
 from . import states
@@ -120,13 +120,13 @@ def _prepared(x: Inputs) -> tuple[Inputs, GpuPlan]:
     """The inputs as the kernels take them (contiguous, small weights in the plan's dtype), and the tile plan."""
     *_, R, N, P = x.sizes
     plan = gpu_plan(N, P, R, x.dtype, _capability(x.Q.device))
-    given = {n: t.contiguous() for n, t in zip(TENSOR_ARGS, x.tensors, strict=True) if t is not None}
-    weights = {n: given[n] for n in _WEIGHTS if n in given}
+    x = x.contiguous()
+    weights = {n: t for n in _WEIGHTS if (t := getattr(x, n)) is not None}
     if any(t.dtype != plan.store_dtype for t in weights.values()):
         whole = torch.cat([t.flatten().float() for t in weights.values()]).to(plan.store_dtype)
         parts = whole.split([t.numel() for t in weights.values()])
-        given.update({n: part.view(t.shape) for (n, t), part in zip(weights.items(), parts, strict=True)})
-    return replace(x, **given), plan
+        x = replace(x, **{n: part.view(t.shape) for (n, t), part in zip(weights.items(), parts, strict=True)})
+    return x, plan
 
 
 def _capability(device: torch.device) -> int:
