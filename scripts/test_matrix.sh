@@ -12,12 +12,17 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_VISIBLE_DEVICES= ASCEND_RT_VIS
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 prepare() { # version: sets PY and CORE
-    local series=3.11 base
+    local series=3.11 name base
     case $1 in 0.1[7-9].*) series=3.12 ;; esac
-    base=PYTHON${series/./_}
-    base=${!base:-python$series}
+    name=PYTHON${series/./_}
+    base=${!name:-python$series}
     PY=$MATRIX/py$series/bin/python CORE=$MATRIX/core-$1
     if [ ! -f "$MATRIX/py$series/ready" ]; then
+        "$base" -c 'import ensurepip, venv' 2> /dev/null || {
+            echo "megatron-core $1 needs Python $series with its venv package, and '$base' does not run as one: install it, or name" \
+                "another with $name=/path/to/python" >&2
+            return 1
+        }
         "$base" -m venv "$MATRIX/py$series" || return
         # The CPU build where it is offered: left to itself pip takes the one for CUDA, several GB.
         "$PY" -m pip install --quiet 'torch==2.13.0+cpu' 2> /dev/null || "$PY" -m pip install --quiet 'torch==2.13.0' || return
