@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import registry
+from .sums import running_sum
 from .types import TENSOR_ARGS, Gradients, Inputs, State
 
 _Core = Callable[..., tuple[Tensor, Tensor]]
@@ -84,7 +85,7 @@ def _sequence(x: Inputs, core: _Core) -> tuple[Tensor, State | None]:
     dt = t["DT"].transpose(1, 2)  # [B, S, H]
     adt = t["ADT"].transpose(1, 2)
     trap = torch.sigmoid(t["Trap"].transpose(1, 2))
-    theta = torch.cumsum(torch.tanh(t["Angles"]) * dt[..., None] * math.pi, dim=1)  # [B, S, H, A]
+    theta = running_sum(torch.tanh(t["Angles"]) * dt[..., None] * math.pi, dim=1)  # [B, S, H, A]
     heads = torch.arange(H, device=x.Q.device) // (H // G)
     q = _rotate(t["Q"][:, :, :, heads].transpose(2, 3) + t["Q_bias"], theta)  # [B, S, H, R, N]
     k = _rotate(t["K"][:, :, :, heads].transpose(2, 3) + t["K_bias"], theta)
@@ -171,9 +172,9 @@ def _chunk_core(
 
     # decay[t, u] = sum of adt over u < w <= t, summed directly: a difference of cumulative sums loses bits.
     tril = torch.ones(C, C, dtype=torch.bool, device=q.device).tril(-1)
-    decay = torch.cumsum(adt[..., :, None].expand(*adt.shape, C).masked_fill(~tril, 0), dim=-2)
+    decay = running_sum(adt[..., :, None].expand(*adt.shape, C).masked_fill(~tril, 0), dim=-2)
     mixing = torch.where(tril, torch.exp(decay.masked_fill(~tril, 0)) * scale[..., None, :], torch.diag_embed(gamma))
-    from_start = torch.cumsum(adt, dim=-1)
+    from_start = running_sum(adt, dim=-1)
     to_end = decay[..., -1, :] if C > 1 else torch.zeros_like(adt)
 
     rows_q, rows_k, rows_v = (y.flatten(3, 4) for y in (q, k, v))  # [B, H, c, C R, .]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .api import mamba3_mimo
 from .call import surroundings
+from .sums import running_sum
 from .triton.ascend.gate import gate
 from .upstream_stages import (
     Call,
@@ -212,10 +213,10 @@ def compute_dacs_segsum_triton(da: Tensor, chunk_size: int) -> tuple[Tensor, Ten
     B, H, S = da.shape
     chunks = -(-S // chunk_size)
     a = F.pad(da, (0, chunks * chunk_size - S)).view(B, H, chunks, chunk_size)
-    after = F.pad(a[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
+    after = running_sum(F.pad(a[..., 1:], (0, 1)).flip(-1), -1).flip(-1)
     below = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=da.device).tril(-1)
-    segsum = torch.where(below, a[..., None], 0).cumsum(-2)
-    forward, backward = (y.clamp_max(0).flatten(2)[..., :S].contiguous() for y in (a.cumsum(-1), after))
+    segsum = running_sum(torch.where(below, a[..., None], 0), -2)
+    forward, backward = (y.clamp_max(0).flatten(2)[..., :S].contiguous() for y in (running_sum(a, -1), after))
     return forward, backward, segsum.clamp_max(0)
 
 

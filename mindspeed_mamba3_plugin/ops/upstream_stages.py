@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import registry
 from .checks import checked
+from .sums import running_sum
 from .triton import ascend
 from .triton.ascend.gate import GateGradients, gate_bwd
 from .triton.ascend.products import outputs, products
@@ -264,8 +265,9 @@ def decay_gradient(call: Call, found: ScanGradients) -> Tensor:
     log_in = call.carry_in * layout.steps(found.ddA_cs)
     log_out = call.to_end * layout.steps(found.ddA_cs_rev)
     pairs = call.decay * found.dSSdA.transpose(-1, -2)  # [i, j] decays from token j to token i
-    later = pairs.flip(-2).cumsum(-2).flip(-2)  # [t, j]: the pairs with i >= t
-    own = later.tril(-1).sum(-1) + log_in.flip(-1).cumsum(-1).flip(-1) + F.pad(log_out.cumsum(-1)[..., :-1], (1, 0))
+    later = running_sum(pairs.flip(-2), -2).flip(-2)  # [t, j]: the pairs with i >= t
+    own = later.tril(-1).sum(-1) + running_sum(log_in.flip(-1), -1).flip(-1)
+    own = own + F.pad(running_sum(log_out, -1)[..., :-1], (1, 0))
     return found.ddA + layout.back_to_steps(own)
 
 

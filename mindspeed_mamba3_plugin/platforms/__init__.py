@@ -4,6 +4,7 @@ NAME, COLLECTIVE_BACKEND                the device type, and the torch.distribut
 activate(deterministic=True)            prepare this process for training; call it before megatron.core is used
 device() -> torch.device                where tensors of this process live
 synchronize()                           wait for the device, so that wall-clock time means something
+peak_memory() -> int | None             bytes of this process's tensors at their highest; None where not counted
 """
 
 from __future__ import annotations

@@ -33,6 +33,10 @@ def synchronize() -> None:
     """Nothing to wait for: CPU operations have ended when they return."""
 
 
+def peak_memory() -> None:
+    """Not counted: PyTorch keeps no record of a CPU's tensors."""
+
+
 def activate(deterministic: bool = True) -> None:
     """Let megatron-core run on this CPU. Calling it again changes nothing.
 

@@ -18,6 +18,11 @@ def synchronize() -> None:
     torch.cuda.synchronize()
 
 
+def peak_memory() -> int:
+    """Bytes of this process's tensors on the device at their highest so far."""
+    return torch.cuda.max_memory_allocated()
+
+
 def activate(deterministic: bool = True) -> None:
     """Take the GPU of this rank; with `deterministic`, only algorithms that give the same bits every time."""
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -22,6 +22,11 @@ def synchronize() -> None:
     torch.npu.synchronize()
 
 
+def peak_memory() -> int:
+    """Bytes of this process's tensors on the device at their highest so far."""
+    return torch.npu.max_memory_allocated()
+
+
 def activate(deterministic: bool = True) -> None:
     """Take the NPU of this rank; with `deterministic`, collectives that sum in a fixed order as well."""
     import torch_npu  # noqa: F401  registers torch.npu

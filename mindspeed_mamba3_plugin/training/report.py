@@ -66,6 +66,8 @@ def write_report(
             **{name: round(r.summary["seconds"], 2) for name, r in runs.items()},
             "this_call": round(seconds, 2),
         },
+        "median_step_seconds": {name: median_step(r) for name, r in runs.items()},
+        "peak_memory_bytes": {name: r.summary["peak_memory_bytes"] for name, r in runs.items()},
         "versions": baseline.summary["versions"],
         "device": baseline.summary["device"],
         "run": run.to_mapping(),
@@ -102,6 +104,12 @@ def final_loss(run: Run) -> float | None:
     """Mean loss of the last steps, None when one is not finite or there are none."""
     last = run.losses[-LAST_STEPS:]
     return None if not last or None in last else float(np.mean(last))
+
+
+def median_step(run: Run) -> float | None:
+    """Seconds of the median step after the first ones, in which kernels are compiled; None of a short run."""
+    seconds = [s.seconds for s in run.steps[FIRST_STEPS:]]
+    return float(np.median(seconds)) if seconds else None
 
 
 def summary_line(facts: dict[str, Any], out: Path) -> str:

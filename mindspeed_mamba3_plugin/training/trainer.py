@@ -75,6 +75,7 @@ def train(
             "text": facts,
             "kernel_calls": registry.kernel_calls(),
             "seconds": time.perf_counter() - started,
+            "peak_memory_bytes": platforms.current().peak_memory(),
             "versions": versions(),
             "device": platforms.detect(),
         }
@@ -99,14 +100,14 @@ class Job:
         self.seen = hashlib.sha256()  # of the tokens, in the order in which they were trained on
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         self._batches = self._counted(data.batches(run, prefix, cache, rank, ranks))
-        self._groups = model.gradient_groups
+        self._gradient_norms = model.gradient_norms
 
     def steps(self) -> Iterator[Step]:
         """Train; the last step is the one after which a number is not finite, or the run's last."""
         for number in range(1, self.run.training.steps + 1):
             with platforms.Timer(platforms.current()) as timer:
                 loss = self.gradients()
-                norms = {name: float(g.norm()) for name, g in self._groups(self.model).items()}
+                norms = self._gradient_norms(self.model)
                 lr = self.optimizer.param_groups[0]["lr"]
                 _, grad_norm, _ = self.optimizer.step()
                 self.schedule.step(1)

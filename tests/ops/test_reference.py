@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import exact, make, relative_error
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mindspeed_mamba3_plugin.ops import reference
+from mindspeed_mamba3_plugin.ops import reference, upstream
+from mindspeed_mamba3_plugin.ops.sums import running_sum
 from mindspeed_mamba3_plugin.ops.types import TENSOR_ARGS, Inputs
 
 OPTIONS = {
@@ -105,3 +107,25 @@ def test_suffix_sums_lose_no_bits():
     out, _ = reference.chunk_form(replace(exact(x), dtype=torch.float32))
     assert relative_error(out, reference.step_form(x)[0]) < 1e-6
     assert all(torch.isfinite(g).all() for g in reference.backward(x, torch.ones_like(out)) if g is not None)
+
+
+def test_nothing_in_it_is_refused_under_deterministic_algorithms_on_cuda():
+    """PyTorch refuses cumsum of floats there; a CPU would not say so."""
+
+    class NoFloatCumsum(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert func is not torch.ops.aten.cumsum.default or not args[0].is_floating_point(), "cumsum of floats"
+            return func(*args, **(kwargs or {}))
+
+    x = make(1, 20, 2, 1, 2, 8, 3, norm=True, dtype=torch.float32)
+    with NoFloatCumsum():
+        out, _ = reference.forward(x)
+        reference.backward(x, torch.ones_like(out))
+        upstream.compute_dacs_segsum_triton(x.ADT, 8)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("n", [0, 1, 2, 7, 16])
+def test_running_sums_are_cumulative_sums(n, dim):
+    x = torch.randn((n, 3) if dim == 0 else (3, n), dtype=torch.float64)
+    torch.testing.assert_close(running_sum(x, dim), x.cumsum(dim))

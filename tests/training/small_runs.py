@@ -54,6 +54,7 @@ def summary(backward: str = "reference.backward", **facts: Any) -> dict[str, Any
         "text": {"unigram_loss": 3.1, "documents": 1, "tokens": 2, "digest": "t"},
         "parameters": 3,
         "seconds": 1.0,
+        "peak_memory_bytes": None,
         "versions": {},
         "device": "cpu",
         **facts,

@@ -6,8 +6,8 @@ import math
 from small_runs import GROUPS, synthetic
 
 from mindspeed_mamba3_plugin.training.judge import judge
-from mindspeed_mamba3_plugin.training.records import Step
-from mindspeed_mamba3_plugin.training.report import cause, write_report
+from mindspeed_mamba3_plugin.training.records import Run, Step
+from mindspeed_mamba3_plugin.training.report import cause, median_step, write_report
 
 TRITON = "triton-ascend.bwd_bwd"
 FOUND = {"worst": {"gradient": "dk", "layer": 3, "error": 0.01}, "errors": {"dk": 0.01}, "standard": 1e-4}
@@ -59,3 +59,14 @@ def test_runs_that_are_not_finite_are_still_drawn(small, tmp_path):
     assert "candidate run: loss is not finite at step 1" in line
     assert facts["losses"]["candidate"] == [None] and facts["final_loss"]["candidate"] is None
     assert (tmp_path / "loss_curve.png").is_file()
+
+
+def test_time_and_memory_of_the_runs_are_reported(small, tmp_path):
+    runs = {name: synthetic() for name in ("baseline", "candidate")}
+    for step in runs["candidate"].steps:
+        step.seconds = 5.0 if step.step <= 3 else 0.25 + 0.01 * (step.step == 20)
+    runs["candidate"].summary["peak_memory_bytes"] = 7
+    assert median_step(runs["candidate"]) == 0.25
+    assert median_step(Run({}, runs["candidate"].steps[:3])) is None
+    _, facts = report(small, tmp_path, runs["candidate"])
+    assert facts["median_step_seconds"]["candidate"] == 0.25 and facts["peak_memory_bytes"]["candidate"] == 7
