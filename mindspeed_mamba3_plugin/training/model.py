@@ -6,6 +6,8 @@ import hashlib
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -13,7 +15,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
-from torch import Tensor, nn
+from torch import nn
 
 from ..layers.mamba3_mixer import Mamba3Mixer
 from ..layers.specs import hybrid_model, hybrid_stack_spec
@@ -126,22 +128,28 @@ def weights_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def gradient_groups(model: DistributedDataParallel) -> dict[str, Tensor]:
-    """Every parameter's accumulated gradient by name; the mixers' packed projection apart, part by part
-    ("....in_proj.weight[trap]"), or an error in a narrow part would drown in the wide ones."""
+def gradient_norms(model: DistributedDataParallel) -> dict[str, float]:
+    """The norm of every parameter's accumulated gradient by name, of whole parameters under tensor parallelism too; the
+    mixers' packed projection part by part ("....in_proj.weight[trap]"), or an error in a narrow part would drown in
+    the wide ones."""
     parts = {
         f"{name}.in_proj.weight": module.local.in_proj_parts
         for name, module in _unwrapped(model).named_modules()
         if isinstance(module, Mamba3Mixer)
     }
-    groups = {}
+    names, norms, sharded = [], [], []
     for name, parameter in _named(model):
-        if name in parts:
-            pieces = parameter.main_grad.split(list(parts[name].values()))
-            groups |= {f"{name}[{part}]": piece for part, piece in zip(parts[name], pieces, strict=True)}
-        else:
-            groups[name] = parameter.main_grad
-    return groups
+        widths = parts.get(name)
+        pieces = parameter.main_grad.split(list(widths.values())) if widths else (parameter.main_grad,)
+        names += [f"{name}[{part}]" for part in widths] if widths else [name]
+        norms += [piece.norm() for piece in pieces]
+        sharded += [getattr(parameter, "tensor_model_parallel", False)] * len(pieces)
+    whole = torch.stack(norms)
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+        squares = whole.square()
+        dist.all_reduce(squares, group=parallel_state.get_tensor_model_parallel_group())
+        whole = torch.where(torch.tensor(sharded, device=whole.device), squares.sqrt(), whole)
+    return dict(zip(names, whole.tolist(), strict=True))
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
