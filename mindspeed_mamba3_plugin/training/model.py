@@ -129,7 +129,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def gradient_norms(model: DistributedDataParallel) -> dict[str, float]:
-    """The norm of every parameter's accumulated gradient by name, of whole parameters under tensor parallelism too; the
+    """The norm of every parameter's accumulated gradient by name, whole parameters under tensor parallelism too; the
     mixers' packed projection part by part ("....in_proj.weight[trap]"), or an error in a narrow part would drown in
     the wide ones."""
     parts = {
