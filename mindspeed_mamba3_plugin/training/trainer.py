@@ -152,7 +152,7 @@ def _forward_step(batches: Iterator[dict[str, torch.Tensor]], model: torch.nn.Mo
     def loss_of(token_losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mask = batch["loss_mask"]
         loss = (token_losses.float() * mask).sum() / mask.sum()
-        return loss, {"loss": loss.detach()}
+        return loss, {"loss": loss.detach().clone()}  # megatron divides the other one in place
 
     return out, loss_of
 

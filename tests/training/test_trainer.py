@@ -37,6 +37,18 @@ def test_two_steps_are_finite_and_recorded(finished, small):
     assert len((folder / "steps.jsonl").read_text().splitlines()) == 2
 
 
+def test_micro_batches_add_up_to_the_batch(small, text, tmp_path):
+    """The same sequences in one micro-batch or in two: same loss, same gradient norm."""
+    whole, halves = (
+        train(replace(small, training=replace(small.training, steps=1, micro_batch_size=size, num_microbatches=n)),
+              tmp_path / str(n), text=text)
+        for size, n in ((2, 1), (1, 2))
+    )  # fmt: skip
+    assert whole["data"] == halves["data"]
+    a, b = (records.read(tmp_path / n).steps[0] for n in "12")
+    assert b.loss == pytest.approx(a.loss, rel=1e-5) and b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
+
+
 def test_the_same_seed_gives_the_same_bits(finished):
     a, b = finished[0]
     assert a.summary["weights"] == b.summary["weights"] and a.summary["data"] == b.summary["data"]
