@@ -1,6 +1,6 @@
 """The acceptance rule for an NPU operator: how fast it must be beside an A100; and tables of times against it.
 
-Times are milliseconds by shape and entry ("bwd_fwd", "bwd_bwd"), measured on a chip or estimated: the caller says which.
+Times are milliseconds by shape and entry ("bwd_fwd", "bwd_bwd"), measured or estimated: the caller says which.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ Times = Mapping[str, Mapping[str, float]]
 
 ENTRIES = ("bwd_fwd", "bwd_bwd")
 
-# Share of the A100's speed that an operator must reach, by the resource that bounds it: 0.7 for one that works on cube
-# and vector cores, 0.9 for one on vector cores alone, times 910B2's rate over the A100's, rounded as the rule has it.
+# Share of the A100's speed to reach, by the resource that bounds the operator: 0.7 for one that works on cube and
+# vector cores, 0.9 for one on vector cores alone, times 910B2's rate over the A100's, rounded as the rule has it.
 REQUIRED = {
     "cube": {"mixed": 0.8, "vector": 1.0},
     "vector": {"mixed": 0.4, "vector": 0.5},
