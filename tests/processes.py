@@ -17,7 +17,7 @@ def run_ranks(script: Path, world: int, *arguments: str, timeout: float = 600) -
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment,
+            env={**environment, "LOCAL_RANK": str(rank)},
         )
         for rank in range(world)
     ]

@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
+from mindspeed_mamba3_plugin import platforms
 from mindspeed_mamba3_plugin.layers.specs import hybrid_model, hybrid_stack_spec
 
 LENGTH, VOCABULARY, SAMPLES = 32, 64, 4
@@ -79,7 +80,7 @@ class Job:
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=False,
-        )
+        ).cuda()  # megatron's word for the current device
         self.core = model
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -126,7 +127,9 @@ class Job:
             micro_batch_size=1,
             forward_only=False,
         )
-        loss = torch.stack([part["loss"] for part in parts]).sum() if parts else torch.zeros(())
+        loss = (
+            torch.stack([part["loss"] for part in parts]).sum() if parts else mine[0].new_zeros((), dtype=torch.float)
+        )
         loss = loss / SAMPLES
         dist.all_reduce(loss, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         last = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -143,7 +146,7 @@ class Job:
 
     def _forward_step(self, batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         tokens = next(batches)
-        x, y, positions = tokens[:, :-1], tokens[:, 1:], torch.arange(LENGTH)[None]
+        x, y, positions = tokens[:, :-1], tokens[:, 1:], torch.arange(LENGTH, device=tokens.device)[None]
         bounds, ranks = self.layout.bounds, self.layout.cp
         if ranks > 1:  # the share of each sequence that Megatron's own data loading gives a rank
             r, mine = parallel_state.get_context_parallel_rank(), []
@@ -153,7 +156,7 @@ class Job:
             x, y, positions = (t[:, torch.cat(mine)] for t in (x, y, positions))
         more = {}
         if bounds:
-            ends = torch.tensor(bounds, dtype=torch.int32)
+            ends = torch.tensor(bounds, dtype=torch.int32, device=tokens.device)
             more["packed_seq_params"] = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
         out = model(x, positions, None, labels=y, **more)
 
@@ -212,7 +215,7 @@ class Job:
 def batch(step: int) -> list[torch.Tensor]:
     """The step's samples of one more than LENGTH tokens: the same for every layout."""
     g = torch.Generator().manual_seed(100 + step)
-    return list(torch.randint(0, VOCABULARY, (SAMPLES, 1, LENGTH + 1), generator=g))
+    return list(torch.randint(0, VOCABULARY, (SAMPLES, 1, LENGTH + 1), generator=g).to(platforms.current().device()))
 
 
 def _save(state: dict, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """One process of a parallel test: `process.py RANK WORLD FOLDER STAGE`. Prints what it found wrong, and exits with 1.
 
-A world of one makes the references; a world of two compares every layout with them.
+A world of one makes the references; a world of two compares every layout with them. On a CPU the ranks speak gloo
+and run the reference operator; on GPUs, one each, NCCL and the Triton kernels.
 """
 
 from __future__ import annotations
@@ -13,19 +14,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-KERNEL = dict(mamba3_mimo_rank=2, mamba3_chunk_size=8, mamba3_forward_kernel="reference",
-              mamba3_backward_kernel="reference")  # fmt: skip
-
 
 def main(rank: int, world: int, folder: Path, stage: str) -> list[str]:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    from mindspeed_mamba3_plugin import enable
-    from mindspeed_mamba3_plugin.platforms import cpu
+    from mindspeed_mamba3_plugin import enable, platforms
+    from mindspeed_mamba3_plugin.ops import registry
 
-    cpu.activate()
-    enable(mamba3_outproj_norm=True, **KERNEL)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/{stage}", rank=rank, world_size=world)
+    platform = platforms.current()
+    platform.activate()
+    enable(mamba3_outproj_norm=True, mamba3_mimo_rank=2, mamba3_chunk_size=8)
+    rendezvous = f"file://{folder}/{stage}"
+    dist.init_process_group(platform.COLLECTIVE_BACKEND, init_method=rendezvous, rank=rank, world_size=world)
     from job import Layout
 
     attention = Layout()
@@ -76,6 +76,9 @@ def main(rank: int, world: int, folder: Path, stage: str) -> list[str]:
         }.items():
             wrong += takes_over(name, layout, folder)
     dist.destroy_process_group()
+    family, calls = "reference." if platform.NAME == "cpu" else "triton-", registry.kernel_calls()
+    if not calls or not all(call.startswith(family) for call in calls):
+        wrong.append(f"kernels called: {calls}, should be {family}*")
     return wrong
 
 
@@ -107,7 +110,7 @@ def scatter(job) -> None:
     """Move every parameter off its initial value: ones and equal slices would hide a wrong index."""
     g = torch.Generator().manual_seed(3)
     for p in job.core.parameters():
-        p.add_((0.1 * torch.randn(p.shape, generator=g)).to(p.dtype))
+        p.add_((0.1 * torch.randn(p.shape, generator=g)).to(p))
     job.optimizer.reload_model_params()
 
 

@@ -1,13 +1,17 @@
-"""A model in every layout against one process with the same weights: gradients, loss curves, checkpoints."""
+"""A model in every layout against one process with the same weights: gradients, loss curves, checkpoints. Over gloo
+on a CPU; on a machine with two GPUs over NCCL, with the Triton kernels."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 from processes import run_ranks
 
 pytest.importorskip("megatron.core", minversion="0.16")
+if torch.cuda.device_count() == 1:
+    pytest.skip("each rank needs a GPU of its own", allow_module_level=True)
 PROCESS = Path(__file__).with_name("process.py")
 
 
