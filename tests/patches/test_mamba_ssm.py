@@ -1,14 +1,26 @@
-"""mamba_ssm's module on the plugin's operator: the contract, on stubs with its names and signatures."""
+"""mamba_ssm's module on the plugin's operator: the contract, on stubs with its names and signatures; and, where the
+environment variable MAMBA_SSM names a checkout of state-spaces/mamba, the real module."""
 
 from __future__ import annotations
 
 import inspect
+import os
+import re
 import sys
+from contextlib import nullcontext
+from functools import partial
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from mindspeed_mamba3_plugin.patches import PatchError, mamba_ssm
+from plain_mamba3 import plain_mamba3
 
 from mindspeed_mamba3_plugin.config import ConfigError, Mamba3Config
+from mindspeed_mamba3_plugin.layers.sizes import MixerSizes
 from mindspeed_mamba3_plugin.ops import api, registry, upstream
 
 KERNELS = ("forward_kernel", "backward_kernel")
@@ -92,3 +104,50 @@ def test_what_is_missing_is_named(stub, monkeypatch):
     if registry.missing("tilelang"):
         with pytest.raises(ConfigError, match="--mamba3-backward-kernel tilelang"):
             mamba_ssm.apply(Mamba3Config(mamba3_backward_kernel="tilelang"))
+
+
+@pytest.fixture
+def real(stub, monkeypatch):
+    """mamba_ssm.modules.mamba3 from the checkout, without the package's own imports, which need CUDA extensions. Its
+    norm is a Triton kernel, which the interpreter runs once it need not select a GPU."""
+    if "MAMBA_SSM" not in os.environ:
+        pytest.skip("MAMBA_SSM names no checkout of state-spaces/mamba")
+    root = Path(os.environ["MAMBA_SSM"])
+    stub("mamba_ssm", re.search(r"__version__ = .*", (root / "mamba_ssm/__init__.py").read_text())[0])
+    for name in ("mamba_ssm", "mamba_ssm.modules", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
+        module = sys.modules["mamba_ssm"] if name == "mamba_ssm" else stub(name)
+        module.__path__ = [str(root.joinpath(*name.split(".")))]
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=1))
+    yield import_module("mamba_ssm.modules.mamba3")
+    mamba_ssm.revert()
+    for name in [name for name in sys.modules if name.startswith("mamba_ssm.")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+def test_the_real_module_computes_the_formula(real, norm, packed):
+    """Mamba3(is_mimo=True), forward and backward, on the Triton kernels: output and all gradients."""
+    mamba_ssm.apply(Mamba3Config(mamba3_forward_kernel="triton", mamba3_backward_kernel="triton"))
+    torch.manual_seed(0)
+    module = real.Mamba3(
+        32, d_state=16, headdim=16, ngroups=2, mimo_rank=2, chunk_size=8, is_mimo=True, is_outproj_norm=norm
+    )
+    u = torch.randn(1 if packed else 2, 21, 32, requires_grad=True)
+    bounds = [0, 9, 21] if packed else [0, 21]
+    registry.reset_kernel_calls()
+    out = module(u, cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if packed else None)
+    seed = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, [u, *module.parameters()], seed)
+    assert {call.partition(".")[2] for call in registry.kernel_calls()} == {"forward", "bwd_fwd", "bwd_bwd"}
+    assert all(call.startswith("triton-") for call in registry.kernel_calls())
+
+    weights = {name: value.detach().double().requires_grad_() for name, value in module.named_parameters()}
+    wide = u.detach().double().requires_grad_()
+    sizes = MixerSizes(hidden=32, heads=4, head_dim=16, state=16, groups=2, rank=2, angles=module.num_rope_angles)
+    plain = partial(plain_mamba3, weights, n=sizes, a_activation="heavy_tail", a_floor=module.A_floor)
+    expected = torch.cat([plain(wide[:, start:end]) for start, end in pairwise(bounds)], dim=1)
+    wanted = torch.autograd.grad(expected, [wide, *weights.values()], seed.double())
+    for name, a, b in zip(["out", "u", *weights], [out, *gradients], [expected, *wanted], strict=True):
+        assert (a.double() - b).norm() / b.norm() < 1e-5, name
