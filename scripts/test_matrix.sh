@@ -4,6 +4,7 @@
 #   scripts/test_matrix.sh [VERSION ...]      default: all of them
 # Environments are kept in .matrix/ (or MATRIX=folder): one of everything else per Python, one folder per megatron-core.
 # PYTHON3_11 and PYTHON3_12 name the interpreters (python3.11, python3.12); 0.17 and later need Python 3.12.
+# MATRIX_PYTHON names one that has the extras cpu and test already, and is used as it is.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 MATRIX=${MATRIX:-$PWD/.matrix}
@@ -16,8 +17,8 @@ prepare() { # version: sets PY and CORE
     case $1 in 0.1[7-9].*) series=3.12 ;; esac
     name=PYTHON${series/./_}
     base=${!name:-python$series}
-    PY=$MATRIX/py$series/bin/python CORE=$MATRIX/core-$1
-    if [ ! -f "$MATRIX/py$series/ready" ]; then
+    PY=${MATRIX_PYTHON:-$MATRIX/py$series/bin/python} CORE=$MATRIX/core-$1
+    if [ -z "${MATRIX_PYTHON:-}" ] && [ ! -f "$MATRIX/py$series/ready" ]; then
         "$base" -c 'import ensurepip, venv' 2> /dev/null || {
             echo "megatron-core $1 needs Python $series with its venv package, and '$base' does not run as one: install it, or name" \
                 "another with $name=/path/to/python" >&2
