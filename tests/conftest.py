@@ -1,4 +1,4 @@
-"""The environment is set before anything imports triton: where there is no GPU its kernels run in the interpreter."""
+"""The environment is set before anything imports triton: without a GPU or NPU its kernels run in the interpreter."""
 
 import os
 from collections.abc import Iterator
@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-if not torch.cuda.is_available():
+from mindspeed_mamba3_plugin import platforms
+
+if platforms.detect() == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 
@@ -25,8 +27,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def megatron() -> Iterator[None]:
     """megatron-core's process groups, of one process, for one file of tests."""
-    from mindspeed_mamba3_plugin import platforms
-
     platforms.current().activate()
     from megatron.core import parallel_state, tensor_parallel
 

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mindspeed_mamba3_plugin import platforms
 from mindspeed_mamba3_plugin.ops.types import GRADIENT_NAMES, TENSOR_ARGS, Gradients, Inputs
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = platforms.detect()
 BAND = 64  # elements on either side of every tensor
 SENTINEL = 12345.0
 

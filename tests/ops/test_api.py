@@ -168,7 +168,11 @@ BROKEN = {
     "missing": (lambda x: {"MIMO_V": None}, TypeError, "MIMO_V is NoneType"),
     "integers": (lambda x: {"Trap": x.Trap.int()}, TypeError, "Trap has dtype torch.int32"),
     "dtype": (lambda x: {"dtype": torch.int32}, TypeError, "dtype is torch.int32"),
-    "device": (lambda x: {"D": x.D.to("meta")}, ValueError, r"D is on meta: must be on (cpu|cuda:0), where Q is"),
+    "device": (
+        lambda x: {"D": x.D.to("meta")},
+        ValueError,
+        r"D is on meta: must be on (cpu|cuda:0|npu:0), where Q is",
+    ),
     "packed batch": (
         lambda x: {"cu_seqlens": torch.tensor([0, 36], device=x.Q.device)},
         ValueError,
