@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.resources import files
 from types import ModuleType
@@ -14,7 +16,7 @@ from unittest import mock
 import torch
 
 from ..ops.types import Inputs
-from .launches import Chip, Launch, intercepted
+from .launches import Chip, Launch, TorchCall, TorchCalls, intercepted
 
 B, S, H, G = 4, 2048, 16, 1  # of every official shape
 ENTRIES = ("forward", "bwd_fwd", "bwd_bwd")
@@ -90,19 +92,33 @@ def inputs(case: Case, device: str = "meta", batch: int = B, length: int = S, he
     )
 
 
-def launches(case: Case, chip: Chip, family: ModuleType) -> dict[str, list[Launch]]:
-    """Every kernel launch of the three entry points for one case, in order.
+@dataclass
+class Pass:
+    """What one entry point does on the device, in order."""
+
+    launches: list[Launch] = field(default_factory=list)
+    torch_calls: list[TorchCall] = field(default_factory=list)
+
+
+def passes(case: Case, chip: Chip, family: ModuleType) -> dict[str, Pass]:
+    """What the entry points do for one case.
 
     Raises:
         ValueError: the family does not take the sizes on this chip.
     """
     x = inputs(case)
-    made: dict[str, list[Launch]] = {}
+    made = {entry: Pass() for entry in ENTRIES}
+
+    @contextmanager
+    def recorded(entry: str) -> Iterator[None]:
+        with intercepted(chip, made[entry].launches.append), TorchCalls(made[entry].torch_calls.append):
+            yield
+
     with mock.patch.object(family, "target_of", lambda device: "npu"):
-        with intercepted(chip, made.setdefault("forward", []).append):
+        with recorded("forward"):
             out, _ = family.forward(x)
-        with intercepted(chip, made.setdefault("bwd_fwd", []).append):
+        with recorded("bwd_fwd"):
             residuals = family.bwd_fwd(x, out)
-        with intercepted(chip, made.setdefault("bwd_bwd", []).append):
+        with recorded("bwd_bwd"):
             family.bwd_bwd(x, residuals)
     return made

@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from . import cases, compile_check, report
+from . import calibrate, cases, compile_check, cost, estimate, report
 
 QUICK_SHAPES = ("N128_P64_R4_C16", "N256_P64_R4_C8", "N128_P64_R1_C64")
 REQUIRED_COMPILERS = ("1.2.0", "1.1.0")  # 1.0.0 is reported only
@@ -29,9 +29,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables into this Markdown file")
     parser.add_argument("--json", type=Path, metavar="FILE", help="put all rows into this file")
+    parser.add_argument(
+        "--estimate", action="store_true", help="instead, estimate the time of every kernel and compare with an A100"
+    )
+    parser.add_argument(
+        "--calibrate", type=Path, metavar="FILE", help="with --estimate: times measured on a chip, see docs/ascend.md"
+    )
     given = parser.parse_args(arguments)
     if given.jobs < 1:
         parser.error(f"--jobs is {given.jobs}, must be at least 1")
+    if given.calibrate and not given.estimate:
+        parser.error("--calibrate is given without --estimate, it changes nothing else")
+    if given.estimate:
+        return _estimate(parser, given, given.shapes or list(QUICK_SHAPES if given.quick else shapes))
     matrix = compile_check.matrix(
         given.shapes or list(QUICK_SHAPES if given.quick else shapes),
         given.dtypes or (["bf16"] if given.quick else ["bf16", "fp16", "fp32"]),
@@ -66,6 +76,37 @@ def main(arguments: list[str] | None = None) -> int:
         f"({len(matrix)} cases, ascendnpu-ir {', '.join(compilers)}, {time.monotonic() - started:.0f} s)"
     )
     return 1 if faulty or not rows else 0
+
+
+def _estimate(parser: argparse.ArgumentParser, given: argparse.Namespace, shapes: list[str]) -> int:
+    version, dtype = (given.compilers or REQUIRED_COMPILERS)[0], (given.dtypes or ["bf16"])[0]
+    if given.variants not in (None, ["plain"]):
+        parser.error(f"--variants is {given.variants}, --estimate takes plain alone, as the A100 was timed")
+    fits, parts = cost.FITS, []
+    try:
+        compile_check.require([version])
+        if given.calibrate:
+            measured = calibrate.read(given.calibrate)
+            ((_, known),) = estimate.all_stages([measured.shape], measured.dtype, version)
+            fits, scales = calibrate.calibrated({s.name: s.work for s in known}, measured)
+            parts.append(report.calibration(measured, scales))
+    except ValueError as e:
+        parser.error(str(e))
+    found = dict(estimate.all_stages(shapes, dtype, version, given.jobs))
+    verdicts = [
+        estimate.verdict(shape, entry, [s for s in own if s.entry == entry], fits)
+        for entry in estimate.ENTRIES
+        for shape, own in found.items()
+    ]
+    parts.append(report.estimate_tables(found, verdicts, fits, f"{dtype}, ascendnpu-ir {version}"))
+    print("\n".join(parts))
+    if given.json:
+        given.json.write_text(json.dumps([asdict(v) for v in verdicts], indent=1))
+    if given.write:
+        report.write(given.write, "estimate", "\n".join(parts))
+    met = sum(v.reaches(v.required) for v in verdicts)
+    print(f"ESTIMATE  {met} of {len(verdicts)} reach what the acceptance rule asks for in every case of constants")
+    return 0
 
 
 if __name__ == "__main__":

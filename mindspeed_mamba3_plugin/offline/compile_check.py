@@ -68,12 +68,12 @@ def check(case: cases.Case, compilers: list[str], chip: Chip, done: dict[tuple[s
 
     available = toolchain.compilers()
     try:
-        made = cases.launches(case, chip, ascend)
+        made = cases.passes(case, chip, ascend)
     except Exception as e:
         return [Row(case, c, "", "(launch)", faults=[f"{type(e).__name__}: {e}"]) for c in compilers]
     rows, seen = [], set()
-    for entry, launches in made.items():
-        for launch in launches:
+    for entry, done_there in made.items():
+        for launch in done_there.launches:
             if launch.key in seen:
                 continue
             seen.add(launch.key)
@@ -105,7 +105,7 @@ def require(compilers: list[str]) -> None:
 _done: dict[tuple[str, str], Row] = {}  # of this worker process
 
 
-def _own_temporary_folder() -> None:
+def own_temporary_folder() -> None:
     tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="ascend-check-")
 
 
@@ -125,7 +125,7 @@ def check_all(
     groups: dict[tuple[str, str], list[cases.Case]] = {}
     for case in matrix:
         groups.setdefault((case.shape.name, case.dtype), []).append(case)
-    with ProcessPoolExecutor(jobs, initializer=_own_temporary_folder) as pool:
+    with ProcessPoolExecutor(jobs, initializer=own_temporary_folder) as pool:
         running = {pool.submit(_check_shape, g, compilers, chip): name for name, g in groups.items()}
         for future in as_completed(running):
             yield " ".join(running[future]), future.result()

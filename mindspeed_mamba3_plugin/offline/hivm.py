@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 ON_CHIP = {"ub": 192 * 1024, "cbuf": 512 * 1024, "cc": 128 * 1024}  # bytes of UB, L1 and L0C on Ascend 910B
 _WIDTH = {
@@ -20,6 +20,8 @@ class Buffer:
     space: str  # "gm", "ub", "cbuf" or "cc"
     shape: tuple[int, ...]
     element: str
+    strides: tuple[int | None, ...] = ()  # in elements, None where not known; () is contiguous
+    workspace: bool = False  # global memory by which the halves of a mixed kernel exchange tiles
 
     @property
     def elements(self) -> int:
@@ -28,6 +30,16 @@ class Buffer:
     @property
     def bytes(self) -> float:
         return self.elements * _WIDTH.get(self.element, 4)
+
+    @property
+    def row_bytes(self) -> float:
+        """Bytes of a piece that lies in one run of memory."""
+        run, strides = 1, self.strides or _contiguous(self.shape)
+        for size, stride in zip(reversed(self.shape), reversed(strides), strict=True):
+            if size > 1 and stride != run:
+                break
+            run *= size
+        return run * _WIDTH.get(self.element, 4)
 
 
 @dataclass
@@ -92,6 +104,7 @@ _ARITH = {
 _DIVISIONS = ("divsi", "floordivsi", "remsi", "ceildivsi")
 _KEPT = ("index_cast", "extsi", "trunci", "extui", "index_castui")
 _VIEWS = "subview|cast|collapse_shape|expand_shape|reinterpret_cast|view|memory_space_cast"
+_WORKSPACE = "%arg2"  # the runtime's own argument
 _SILENT = ("pointer_cast", "get_block_idx", "get_sub_block_idx", "set_mask_norm", "set_ffts_base_addr")
 
 
@@ -107,6 +120,10 @@ class _Reader:
                 "first core only" if "limit_sub_block_id0" in body
                 else "1:2" if "get_sub_block_idx" in body else "both cores do all"
             )  # fmt: skip
+        # A tile cut off by the end of a sequence is filled first: one in many.
+        body = re.sub(
+            r"^( *)scf\.if [^\n]*\n(?:\1 +[^\n]*\n)*\1} \{hivm\.unlikely_condition\}\n", "", body, flags=re.M
+        )
         loops: list[tuple[int, str, float, list[str]]] = []  # indent, induction variable, trips, lines inside
         for line in body.splitlines():
             indent = len(line) - len(line.lstrip())
@@ -196,12 +213,23 @@ class _Reader:
         """The type of a value, or of the nearest buffer it is a view of that has a known shape."""
         buffer = self.types[name]
         for _ in range(16):
-            if self.types[name].shape:
-                return Buffer(buffer.space, self.types[name].shape, buffer.element)
+            if (known := self.types[name]).shape:
+                return replace(
+                    known, space=buffer.space, element=buffer.element, workspace=self._root(name) == _WORKSPACE
+                )
             if self.sources.get(name) not in self.types:
                 break
             name = self.sources[name]
         return buffer
+
+    def _root(self, name: str) -> str:
+        while name in self.sources:
+            name = self.sources[name]
+        return name
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _buffer(text: str) -> Buffer:
@@ -211,7 +239,9 @@ def _buffer(text: str) -> Buffer:
     sizes = found[1].split("x")[:-1]
     space = re.search(r"address_space<(\w+)>", text)
     shape = () if "?" in sizes else tuple(map(int, sizes)) or (1,)
-    return Buffer(space[1] if space else "", shape, found[2])
+    steps = re.search(r"strided<\[([^\]]*)\]", text)
+    strides = tuple(int(n) if n.isdigit() else None for n in steps[1].split(", ")) if steps else ()
+    return Buffer(space[1] if space else "", shape, found[2], strides)
 
 
 def executed(half: Half) -> Iterator[Op]:

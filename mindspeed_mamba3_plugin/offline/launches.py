@@ -12,6 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
@@ -43,9 +46,42 @@ class Launch:
         return self.source.name
 
     @property
+    def numbers(self) -> list[int | None]:
+        """The arguments that the compiled kernel takes, None for those that are no integers."""
+        taken = (v for n, v in self.arguments.items() if n not in self.source.constants)
+        return [v if isinstance(v, int) else None for v in taken]
+
+    @property
     def key(self) -> str:
         """Equal for launches of one binary."""
         return f"{self.source.hash()} {sorted(self.options.items(), key=str)}"
+
+
+@dataclass(frozen=True)
+class TorchCall:
+    """An operation of torch between the launches, and the bytes it reads and writes."""
+
+    name: str
+    bytes: int
+
+
+class TorchCalls(TorchDispatchMode):
+    """Inside, every operation of torch that moves data of a tensor without values is given to `receive`."""
+
+    def __init__(self, receive: Callable[[TorchCall], None]):
+        super().__init__()
+        self.receive = receive
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.device.type == "meta"]
+        name = op.overloadpacket.__name__
+        if made and not op.is_view and not name.startswith(("empty", "new_empty")):
+            given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            if name.endswith("_like"):  # of its argument it takes the shape only
+                given = []
+            self.receive(TorchCall(name, sum(t.numel() * t.element_size() for t in (*given, *made))))
+        return result
 
 
 class _Kernel:

@@ -6,7 +6,10 @@ import re
 from pathlib import Path
 
 from . import cases, hivm
+from .calibrate import Measurement
 from .compile_check import Row
+from .cost import Constants, estimate
+from .estimate import REQUIRED, Stage, Verdict
 
 _NAMES = {"ub": "UB", "cbuf": "L1", "cc": "L0C"}
 
@@ -62,3 +65,49 @@ def _bytes_table(rows: list[Row]) -> str:
             if any(cells):
                 lines.append([f"{kernel.strip('_').removesuffix('_kernel')} {name}", *map(str, cells)])
     return table(["kernel", *(s.rpartition("_C")[0] for s in shapes)], lines)
+
+
+def estimate_tables(
+    found: dict[str, list[Stage]], verdicts: list[Verdict], fits: dict[str, Constants], what: str
+) -> str:
+    """Every stage at every shape under the first fit, and the verdicts."""
+    first = next(iter(fits))
+    parts = [f"An estimate, not a measurement ({what}); ms by case of constants ({', '.join(fits)}).\n"]
+    for entry in dict.fromkeys(v.entry for v in verdicts):
+        own = [v for v in verdicts if v.entry == entry]
+        lines = [
+            [
+                v.shape,
+                *(f"{v.ms[fit]:.2f}" for fit in fits),
+                f"{v.a100_ms:.2f}",
+                *(f"{v.ratio(fit):.2f}" for fit in fits),
+                v.bound,
+                f"{v.required}",
+                "yes" if v.reaches(v.required) else "no",
+            ]
+            for v in own
+        ]
+        head = [entry, *fits, "A100", *(f"A100 / {fit}" for fit in fits), "bound", "required", "met"]
+        parts.append(table(head, lines))
+        for ratio in sorted(set(REQUIRED.values()) - {min(REQUIRED.values())}):
+            counts = ", ".join(f"{fit} {sum(v.reaches(ratio, fit) for v in own)}" for fit in fits)
+            parts.append(f"\nAt {ratio} of an A100 or better, of {len(own)} shapes: {counts}.")
+        parts.append("")
+    parts.append(f"us of each stage under {first}, and the unit that bounds it:\n")
+    names = dict.fromkeys((s.entry, s.name) for own in found.values() for s in own)
+    lines = []
+    for entry, name in names:
+        cells = []
+        for own in found.values():
+            judged = [estimate(s.work, fits[first]) for s in own if (s.entry, s.name) == (entry, name)]
+            cells.append(f"{sum(e.ns for e in judged) / 1e3:.0f} {judged[0].bound}" if judged else "")
+        lines.append([f"{entry} {name}", *cells])
+    parts.append(table(["stage", *(shape.rpartition("_C")[0] for shape in found)], lines))
+    return "\n".join(parts)
+
+
+def calibration(measured: Measurement, scales: dict[str, dict[str, float]]) -> str:
+    """What a calibration changed."""
+    stages = ", ".join(f"{name} {ms} ms" for name, ms in measured.ms.items())
+    groups = "; ".join(f"{fit}: " + ", ".join(f"{g} x{s:.2f}" for g, s in own.items()) for fit, own in scales.items())
+    return f"Calibrated to times measured at {measured.shape} {measured.dtype} ({stages}): {groups}.\n"

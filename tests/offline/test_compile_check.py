@@ -1,5 +1,6 @@
 """The compile check finds every fault it promises to find, and only those."""
 
+import json
 import subprocess
 import sys
 
@@ -56,8 +57,26 @@ def test_the_command_reports_and_writes(in_ascend_environment, tmp_path):
         (("--shapes", "N1"), "--shapes: invalid choice: 'N1'"),
         (("--compilers", "0.9.0"), "ascendnpu-ir 0.9.0 is not in this environment"),
         (("--jobs", "0"), "--jobs is 0, must be at least 1"),
+        (("--calibrate", "x.json"), "--calibrate is given without --estimate"),
+        (("--estimate", "--variants", "norm"), "--variants is ['norm'], --estimate takes plain alone"),
+        (("--estimate", "--calibrate", "none.json"), "none.json: No such file"),
     ],
 )
 def test_bad_arguments_are_refused(in_ascend_environment, arguments, message):
     done = command(*arguments)
     assert done.returncode == 2 and message in done.stderr
+
+
+def test_the_estimate_and_its_calibration(in_ascend_environment, tmp_path):
+    document, measured = tmp_path / "page.md", tmp_path / "measured.json"
+    given = ("--estimate", "--shapes", "N16_P64_R4_C8")
+    first = command(*given, "--write", str(document))
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "An estimate, not a measurement (bf16, ascendnpu-ir 1.2.0)" in document.read_text()
+    assert "| bwd_bwd products | " in first.stdout and "of 2 reach" in first.stdout.splitlines()[-1]
+    slow = {"outer": 50.0, "rotate_bwd": 50.0, "products": 50.0}  # ms
+    measured.write_text(json.dumps({"shape": "N16_P64_R4_C8", "dtype": "bf16", "measured_ms": slow}))
+    second = command(*given, "--calibrate", str(measured), "--json", str(tmp_path / "rows.json"))
+    assert second.returncode == 0 and "Calibrated to times measured at N16_P64_R4_C8 bf16" in second.stdout
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["entry"] for row in rows] == ["bwd_fwd", "bwd_bwd"] and rows[1]["ms"]["A"] > 100
