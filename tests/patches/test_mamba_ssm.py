@@ -16,12 +16,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from mindspeed_mamba3_plugin.patches import PatchError, mamba_ssm
 from plain_mamba3 import plain_mamba3
+from triton.runtime.autotuner import Autotuner
 
 from mindspeed_mamba3_plugin.config import ConfigError, Mamba3Config
 from mindspeed_mamba3_plugin.layers.sizes import MixerSizes
+from mindspeed_mamba3_plugin.layers.weights import from_upstream, to_upstream
 from mindspeed_mamba3_plugin.ops import api, registry, upstream
+from mindspeed_mamba3_plugin.ops.triton.blocks import tanh
 
 KERNELS = ("forward_kernel", "backward_kernel")
 
@@ -106,46 +111,73 @@ def test_what_is_missing_is_named(stub, monkeypatch):
             mamba_ssm.apply(Mamba3Config(mamba3_backward_kernel="tilelang"))
 
 
+@triton.jit
+def sech2(x):
+    e = tl.exp(x) + tl.exp(-x)
+    return 4 / (e * e)
+
+
 @pytest.fixture
 def real(stub, monkeypatch):
-    """mamba_ssm.modules.mamba3 from the checkout, without the package's own imports, which need CUDA extensions. Its
-    norm is a Triton kernel, which the interpreter runs once it need not select a GPU."""
+    """real(TileLang's modules are there) -> mamba_ssm.modules.mamba3 of the checkout, without the package's own
+    imports, which need CUDA extensions. Its Triton kernels run in the interpreter: no GPU to select or to time on."""
     if "MAMBA_SSM" not in os.environ:
         pytest.skip("MAMBA_SSM names no checkout of state-spaces/mamba")
     root = Path(os.environ["MAMBA_SSM"])
-    stub("mamba_ssm", re.search(r"__version__ = .*", (root / "mamba_ssm/__init__.py").read_text())[0])
+    version = re.search(r"__version__ = .*", (root / "mamba_ssm/__init__.py").read_text())[0]
     for name in ("mamba_ssm", "mamba_ssm.modules", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
-        module = sys.modules["mamba_ssm"] if name == "mamba_ssm" else stub(name)
-        module.__path__ = [str(root.joinpath(*name.split(".")))]
+        stub(name, version).__path__ = [str(root.joinpath(*name.split(".")))]
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=1))
-    yield import_module("mamba_ssm.modules.mamba3")
+
+    monkeypatch.setattr(Autotuner, "_bench", lambda *_, **__: [0.0])
+
+    def load(tilelang: bool):
+        if tilelang:  # in the place of its kernels: their forward is ours here, their backward is nothing
+            for name in ("fwd", "fwd_varlen", "bwd", "bwd_varlen"):
+                module = stub(f"mamba_ssm.ops.tilelang.mamba3.mamba3_mimo_{name}")
+                function = {"fwd": "forward", "bwd": "bwd_combined"}[name[:3]] + name[3:]
+                ours = getattr(upstream, f"mamba_mimo_{function}")
+                if name.startswith("fwd"):
+                    setattr(module, ours.__name__, ours)
+                else:
+                    exec(f"def {ours.__name__}({signature(ours)}): raise AssertionError", vars(module))
+            angles = import_module("mamba_ssm.ops.triton.mamba3.angle_dt")
+            monkeypatch.setattr(angles, "tanh_approx", tanh)  # theirs is inline assembly
+            monkeypatch.setattr(angles, "sech2_approx", sech2)
+        return import_module("mamba_ssm.modules.mamba3")
+
+    yield load
     mamba_ssm.revert()
     for name in [name for name in sys.modules if name.startswith("mamba_ssm.")]:
         del sys.modules[name]
 
 
+@pytest.mark.parametrize("backward_only", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
-def test_the_real_module_computes_the_formula(real, norm, packed):
-    """Mamba3(is_mimo=True), forward and backward, on the Triton kernels: output and all gradients."""
-    mamba_ssm.apply(Mamba3Config(mamba3_forward_kernel="triton", mamba3_backward_kernel="triton"))
+def test_the_real_module_computes_the_formula(real, norm, packed, backward_only):
+    """Mamba3(is_mimo=True) on the Triton kernels: output and all gradients."""
+    source = real(tilelang=backward_only)
+    kernels = Mamba3Config(mamba3_forward_kernel="triton", mamba3_backward_kernel="triton")
+    mamba_ssm.apply(kernels, backward_only=backward_only)
     torch.manual_seed(0)
-    module = real.Mamba3(
+    module = source.Mamba3(
         32, d_state=16, headdim=16, ngroups=2, mimo_rank=2, chunk_size=8, is_mimo=True, is_outproj_norm=norm
     )
     u = torch.randn(1 if packed else 2, 21, 32, requires_grad=True)
     bounds = [0, 9, 21] if packed else [0, 21]
-    registry.reset_kernel_calls()
     out = module(u, cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if packed else None)
     seed = torch.randn_like(out)
+    registry.reset_kernel_calls()
     gradients = torch.autograd.grad(out, [u, *module.parameters()], seed)
-    assert {call.partition(".")[2] for call in registry.kernel_calls()} == {"forward", "bwd_fwd", "bwd_bwd"}
+    assert {call.partition(".")[2] for call in registry.kernel_calls()} == {"bwd_fwd", "bwd_bwd"}
     assert all(call.startswith("triton-") for call in registry.kernel_calls())
 
+    sizes = MixerSizes(hidden=32, heads=4, head_dim=16, state=16, groups=2, rank=2, angles=module.num_rope_angles)
+    assert to_upstream(from_upstream(module.state_dict(), sizes), sizes).keys() == module.state_dict().keys()
     weights = {name: value.detach().double().requires_grad_() for name, value in module.named_parameters()}
     wide = u.detach().double().requires_grad_()
-    sizes = MixerSizes(hidden=32, heads=4, head_dim=16, state=16, groups=2, rank=2, angles=module.num_rope_angles)
     plain = partial(plain_mamba3, weights, n=sizes, a_activation="heavy_tail", a_floor=module.A_floor)
     expected = torch.cat([plain(wide[:, start:end]) for start, end in pairwise(bounds)], dim=1)
     wanted = torch.autograd.grad(expected, [wide, *weights.values()], seed.double())
