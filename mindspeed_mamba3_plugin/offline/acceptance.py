@@ -86,21 +86,11 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
-def table(times: Times) -> str:
-    """Markdown: each entry and shape against the A100 and against the published 910B3 times of other ports, then how
+def table(times: Times, title: str = "ms") -> str:
+    """Markdown, `title` over our own times: each entry and shape against the A100 and against the published 910B3 times of other ports, then how
     many meet the rule, with the geometric mean of the shares."""
     shares = [f"{share} of A100" for share in WANTED]
-    head = [
-        "kernel, shape",
-        "ms",
-        "A100 ms",
-        "A100 / ours",
-        *shares,
-        "public Triton ms",
-        "gain",
-        "AscendC ms",
-        "gain",
-    ]
+    head = ["kernel, shape", title, "A100 ms", "A100 / ours", *shares, "public Triton", "gain", "AscendC", "gain"]
     lines, sums = [], []
     for entry in ENTRIES:
         own = {shape: row[entry] for shape, row in times.items() if entry in row}
