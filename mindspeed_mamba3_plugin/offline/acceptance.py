@@ -87,8 +87,8 @@ def geometric_mean(values: list[float]) -> float:
 
 
 def table(times: Times, title: str = "ms") -> str:
-    """Markdown, `title` over our own times: each entry and shape against the A100 and against the published 910B3 times of other ports, then how
-    many meet the rule, with the geometric mean of the shares."""
+    """Markdown, `title` over our own times: each entry and shape against the A100 and against the published 910B3
+    times of other ports, then how many meet the rule, with the geometric mean of the shares."""
     shares = [f"{share} of A100" for share in WANTED]
     head = ["kernel, shape", title, "A100 ms", "A100 / ours", *shares, "public Triton", "gain", "AscendC", "gain"]
     lines, sums = [], []

@@ -1,0 +1,349 @@
+"""The acceptance script without a chip: the profiler's statistics, the report on hand-made times, and the dry run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import npu_acceptance  # noqa: E402
+import npu_measure  # noqa: E402
+import npu_report  # noqa: E402
+
+from mindspeed_mamba3_plugin.offline import acceptance, calibrate, cases  # noqa: E402
+from mindspeed_mamba3_plugin.ops.api import planted  # noqa: E402
+from mindspeed_mamba3_plugin.platforms import npu_timing  # noqa: E402
+from mindspeed_mamba3_plugin.platforms.npu_timing import KernelTime  # noqa: E402
+from mindspeed_mamba3_plugin.training.compare import variants  # noqa: E402
+from mindspeed_mamba3_plugin.training.config import RunConfig  # noqa: E402
+
+SHAPE = "N128_P64_R4_C16"
+HEAD = "Device_id,OP Type,Core Type,Count,Total Time(us),Min Time(us),Avg Time(us),Max Time(us),Ratio(%)\n"
+STATISTICS = (
+    "\ufeff" + HEAD + "0,_products_kernel,MIX_AIC,3,6000.0,1900,2000,2100,60\n"
+    "0,_outer_kernel,AI_CORE,6,1200.0,190,200,210,12\n0,ReduceSum,AI_VECTOR_CORE,5,100.0,1,20,30,1\n"
+    "0,ReduceSum,MIX_AIV,1,20.0,20,20,20,1\n"
+)
+
+
+def statistics(tmp_path: Path, text: str, calls: int) -> dict[str, KernelTime]:
+    path = tmp_path / npu_timing.STATISTICS
+    path.write_text(text, encoding="utf-8")
+    return npu_timing.statistics(path, calls)
+
+
+def test_statistics_are_per_call(tmp_path):
+    found = statistics(tmp_path, STATISTICS, 3)
+    assert found["_products_kernel"] == KernelTime(1, 2.0)
+    assert found["_outer_kernel"] == KernelTime(2, 0.4)
+    assert found["ReduceSum"].launches == 2 and found["ReduceSum"].ms == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "message"),
+    [
+        (STATISTICS, 4, "3 launches of _products_kernel in 4 calls: the profiler lost some"),
+        (STATISTICS.replace("Total Time(us)", "Time"), 3, r"without OP Type, Count and Total Time\(us\)"),
+        (HEAD, 3, "no kernel in it"),
+    ],
+)
+def test_statistics_that_cannot_be_right_are_refused(tmp_path, text, calls, message):
+    with pytest.raises(RuntimeError, match=message):
+        statistics(tmp_path, text, calls)
+
+
+class Clock:
+    """Stands in for torch.npu: events note how often `work` was called."""
+
+    def __init__(self) -> None:
+        self.now, self.waits = 0.0, 0
+
+    def Event(self, enable_timing: bool) -> SimpleNamespace:
+        assert enable_timing
+        event = SimpleNamespace(at=None)
+        event.record = lambda: setattr(event, "at", self.now)
+        event.elapsed_time = lambda later: later.at - event.at
+        return event
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+    def work(self, ms: float, value: object = None) -> object:
+        self.now += ms
+        return value
+
+
+def test_parts_of_a_call_are_timed_apart(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(torch, "npu", clock, raising=False)
+    parts = [lambda none: clock.work(2.0, "residuals"), lambda given: clock.work(5.0) or given]
+    assert npu_timing.elapsed(parts, 3) == [[2.0, 5.0]] * 3
+    assert clock.waits == 3
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_profile(monkeypatch, tmp_path, left):
+    """The profiler is asked for types of kernels, sees as many calls as it divides by, and none of the warm-up."""
+    clock, seen = Clock(), []
+
+    class Profile:
+        def __init__(self, **options):
+            self.options = options
+
+        def __enter__(self):
+            seen.clear()
+
+        def __exit__(self, *_):
+            assert (
+                self.options["activities"] == ["npu"] and self.options["experimental_config"]["profiler_level"] == 1
+            )
+            if left:
+                self.options["on_trace_ready"](f"0,_outer_kernel,AI_CORE,{len(seen)},{500.0 * len(seen)},,,,\n")
+
+    def handler(folder: str):
+        def write(row: str) -> None:
+            path = Path(folder) / "host_ascend_pt/ASCEND_PROFILER_OUTPUT"
+            path.mkdir(parents=True)
+            (path / npu_timing.STATISTICS).write_text(HEAD + row)
+
+        return write
+
+    profiler = SimpleNamespace(
+        profile=Profile, tensorboard_trace_handler=handler, _ExperimentalConfig=dict,
+        ProfilerActivity=SimpleNamespace(NPU="npu"), ProfilerLevel=SimpleNamespace(Level1=1),
+        AiCMetrics=SimpleNamespace(PipeUtilization="pipes"),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(profiler=profiler))
+    monkeypatch.setattr(torch, "npu", clock, raising=False)
+    calls = [lambda: seen.append(1)] * 3
+    if left:
+        assert npu_timing.profiled(calls, tmp_path) == {"_outer_kernel": KernelTime(1, 0.5)}
+        assert len(seen) == 3 and clock.waits == 4
+    else:
+        with pytest.raises(RuntimeError, match=r"left 0 files op_statistic\.csv"):
+            npu_timing.profiled(calls, tmp_path)
+
+
+def test_the_second_entry_is_the_difference():
+    both = {"a": KernelTime(1, 2.0), "outer": KernelTime(2, 0.8), "b": KernelTime(1, 3.0)}
+    first = {"a": KernelTime(1, 2.1), "outer": KernelTime(1, 0.3)}
+    found = npu_measure.difference(both, first)
+    assert found == {"outer": KernelTime(1, pytest.approx(0.5)), "b": KernelTime(1, 3.0)}
+
+
+def result(shape: str, ms: dict[str, float], **more) -> dict:
+    """What npu_measure.py leaves of a shape, with hand-made times of three stages."""
+    error = {"dq": {"l2": 0.004, "mean": 0.003}, "dk": {"l2": 0.003, "mean": 0.004}}
+    small = {name: {"l2": 1e-6, "mean": 1e-6} for name in error}
+    kernels = {
+        "bwd_fwd": {"_outer_kernel": {"launches": 1, "ms": 0.2}, "ReduceSum": {"launches": 2, "ms": 0.1}},
+        "bwd_bwd": {
+            "_outer_kernel": {"launches": 1, "ms": 0.4}, "_products_kernel": {"launches": 1, "ms": 2.0},
+            "_rotate_bwd_kernel": {"launches": 1, "ms": 1.0},
+        },
+    }  # fmt: skip
+    return {
+        "shape": shape, "dtype": "bf16", "dry_run": False, "errors": {"bf16": error, "fp32": small},
+        "above_standard": [], "same_bits": True, "kernels": kernels, "device_ms": ms,
+        "elapsed_ms": {"forward": 1.0, **{entry: t + 1 for entry, t in ms.items()}}, **more,
+    }  # fmt: skip
+
+
+def test_calibration_is_what_the_estimates_read(tmp_path):
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(npu_report.calibration(result(SHAPE, {}))))
+    measured = calibrate.read(path)
+    assert (measured.shape, measured.dtype) == (SHAPE, "bf16")
+    assert measured.ms == {"outer": pytest.approx(0.3), "products": 2.0, "rotate_bwd": 1.0}
+
+
+def written(folder: Path, results: list[dict], steps: list[dict] | None = None, dry_run: bool = False) -> int:
+    for found in results:
+        path = folder / "shapes" / found["shape"] / "result.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(found))
+    passed = [{"name": "tests", "status": "passed", "seconds": 1.0, "log": "", "detail": "3 passed"}]
+    return npu_report.write(folder, passed if steps is None else steps, dry_run)
+
+
+def test_report_where_the_rule_is_met(tmp_path, capsys):
+    small = "N16_P64_R4_C8"  # by name it would come last
+    fast = [result(SHAPE, {"bwd_fwd": 2.5, "bwd_bwd": 4.0}), result(small, {"bwd_fwd": 2.0, "bwd_bwd": 2.0})]
+    assert written(tmp_path, fast) == 0
+    said = capsys.readouterr().out
+    assert f"| bwd_fwd {SHAPE} | 2.500 | 2.323 | 0.93 | met" in said and "PASS  1 processes passed" in said
+    times = json.loads((tmp_path / "times.json").read_text())
+    assert list(times["ms"]) == [small, SHAPE] and times["ms"][SHAPE]["products"] == 2.0
+    assert times["dry_run"] is False and times["versions"]["torch"] and "compiler" in times["versions"]
+    text = (tmp_path / "report.md").read_text()
+    assert f"| bwd_fwd {SHAPE} | 3.500 |" in text  # by events
+    assert "| products | 2.000 | 2.000 |" in text and f"| {SHAPE} | 4.0e-03 dq | 1.0e-06 dq |" in text
+    assert "DRY RUN" not in text
+    assert calibrate.read(tmp_path / f"calibration/{SHAPE}.json").shape == SHAPE
+
+
+def test_report_where_it_is_missed(tmp_path, capsys):
+    assert written(tmp_path, [result(SHAPE, {"bwd_fwd": 3.9, "bwd_bwd": 4.0})]) == 1
+    assert "FAIL  1 processes passed; bwd_fwd misses 0.6 of an A100 at 1 of 1 shapes\n" in capsys.readouterr().out
+
+
+def test_a_failed_step_fails_the_report(tmp_path, capsys):
+    steps = [{"name": "loss_curve", "status": "missing", "seconds": 0.0, "log": "", "detail": "einops: pip install"}]
+    assert written(tmp_path, [result(SHAPE, {"bwd_fwd": 1.0, "bwd_bwd": 1.0})], steps) == 1
+    assert "FAIL  not passed: loss_curve" in capsys.readouterr().out
+    (tmp_path / "nothing").mkdir()
+    assert written(tmp_path / "nothing", [], []) == 1
+
+
+def test_a_dry_run_says_so_everywhere(tmp_path, capsys):
+    slow = result(SHAPE, {"bwd_fwd": 300.0, "bwd_bwd": 400.0}, dry_run=True)
+    assert written(tmp_path, [slow], dry_run=True) == 0
+    said, text = capsys.readouterr().out, (tmp_path / "report.md").read_text()
+    assert "a dry run: the times above are not of a chip" in said and "| ms in the dry run |" in said
+    assert npu_report.DRY in text and "| ms |" not in text
+    assert json.loads((tmp_path / "times.json").read_text())["dry_run"] is True
+
+
+def test_dry_run_of_one_shape(tmp_path):
+    """The kernels of both entry points, by the names of the estimates, in the interpreter."""
+    found = npu_measure.measure("N16_P64_R4_C8", tmp_path / "N16_P64_R4_C8", dry_run=True)
+    assert found["dry_run"] and found["same_bits"] and not found["above_standard"]
+    assert {"dq", "dk", "dv", "dadt", "ddt", "dtrap", "dangles"} < set(found["errors"]["bf16"])
+    stages = npu_report.per_launch(found)
+    assert {"outer", "products", "rotate_bwd"} <= set(stages) and "gate" not in stages  # of the forward alone
+    assert found["kernels"]["bwd_bwd"]["_outer_kernel"]["launches"] == 1
+    assert all(ms > 0 for ms in (*stages.values(), *found["elapsed_ms"].values()))
+    assert json.loads((tmp_path / "N16_P64_R4_C8/result.json").read_text()) == json.loads(json.dumps(found))
+
+
+def test_errors_above_the_standard_are_named(monkeypatch):
+    good = {"l2": 1e-6, "mean": 1e-6}
+    found = {"fp32": {"dq": good, "dk": {"l2": math.nan, "mean": 1e-6}}, "bf16": {"dv": {"l2": 0.006, "mean": 1.0}}}
+    assert npu_measure.above_standard(found, npu_measure.STANDARD) == [
+        "bf16 dv: l2 error 6.0e-03, allowed 5e-03",
+        "fp32 dk: l2 error nan, allowed 1e-04",
+    ]
+    from mindspeed_mamba3_plugin.ops import call, registry
+
+    monkeypatch.setattr(
+        registry, "load", lambda name, load=registry.load: Through(name) if "ascend" in name else load(name)
+    )
+
+    class Through:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def forward(self, x):
+            return call.forward(x, "reference")
+
+        def backward(self, x, grad_out):
+            with planted({"dk": 1.002}):
+                return call.backward(x, grad_out, "reference")
+
+    found = {"fp32": npu_measure.errors("N16_P64_R4_C8", "fp32", "cpu", 20, 2)}
+    wrong = npu_measure.above_standard(found, ["fp32"])
+    assert wrong and all(line.startswith("fp32 dk: ") for line in wrong)
+
+
+def test_the_next_process_runs_whatever_happens(tmp_path):
+    (tmp_path / "logs").mkdir()
+    run, env = npu_acceptance.run, npu_acceptance.environment(True)
+    broken = run("a", [sys.executable, "-c", "print('why'); raise SystemExit(3)"], tmp_path, 60, env)
+    assert (broken.status, broken.detail) == ("failed", "exit status 3: why")
+    started = time.monotonic()
+    hung = run("b", [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, 1, env)
+    assert hung.status == "failed" and "did not end within 1 s" in hung.detail and time.monotonic() - started < 30
+    fine = run(
+        "c",
+        [sys.executable, "-c", "import os; print(os.environ['ASCEND_RT_VISIBLE_DEVICES'] == '')"],
+        tmp_path,
+        60,
+        env,
+    )
+    assert (fine.status, fine.detail) == ("passed", "True")
+    assert (tmp_path / "logs/a.log").read_text().splitlines()[-1] == "why"
+
+
+def test_what_a_step_lacks_is_named_with_its_remedy(monkeypatch, tmp_path, capsys):
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setattr(npu_acceptance, "_importable", lambda name: name != "tensorboard")
+    (step,) = npu_acceptance.run_all(tmp_path, ["loss_curve"], [SHAPE], dry_run=True)
+    assert step.status == "missing" and step.detail == "tensorboard: pip install tensorboard"
+    assert "loss_curve: missing" in capsys.readouterr().out
+
+
+def test_every_shape_is_measured_in_a_process_of_its_own(tmp_path):
+    shapes = [s.name for s in cases.official_shapes()]
+    made = npu_acceptance.commands("measure", tmp_path, shapes, dry_run=False)
+    assert len(made) == 11 and made[f"measure_{SHAPE}"][-4:] == [
+        "--shape",
+        SHAPE,
+        "--output",
+        str(tmp_path / "shapes" / SHAPE),
+    ]
+    assert all("--dry-run" not in command for command in made.values())
+    assert all("--dry-run" in c for c in npu_acceptance.commands("measure", tmp_path, shapes, dry_run=True).values())
+    assert set(npu_acceptance.DRY_SHAPES) < set(shapes)
+
+
+def test_smoke_comparison():
+    path = ROOT / "configs/smoke_npu.yaml"
+    run = RunConfig.from_yaml(path)
+    sizes = run.model.mamba_state_dim, run.model.mamba_head_dim, run.mamba3.mamba3_mimo_rank, run.mamba3.chunk_size
+    assert "N{}_P{}_R{}_C{}".format(*sizes) == SHAPE
+    dry = RunConfig.from_yaml(path, [f"{key}={value}" for key, value in npu_acceptance.DRY_RUN.items()])
+    baseline, _, candidate = variants(dry)
+    assert baseline.run.mamba3.mamba3_backward_kernel == "reference"
+    assert candidate.run.mamba3.mamba3_backward_kernel == "triton"
+
+
+installed = pytest.mark.skipif(
+    find_spec("mindspeed_mamba3_plugin.patches") is None or find_spec("torch_npu") is not None,
+    reason="needs the plugin installed, and no torch_npu",
+)
+
+
+def script(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    command = ["bash", str(ROOT / "scripts/npu_acceptance.sh"), *arguments]
+    env = {**os.environ, "PYTHON": sys.executable, **environment}
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+
+
+@installed
+def test_without_a_chip_nothing_starts_and_the_remedy_is_named(tmp_path):
+    done = script("--out", str(tmp_path / "out"))
+    assert done.returncode == 2 and not (tmp_path / "out").exists()
+    assert "FAIL  torch_npu is not installed: install the release made for this PyTorch" in done.stderr
+    assert "--dry-run" in done.stderr
+    done = script(PYTHON="no-such-python")
+    assert done.returncode == 2 and "no no-such-python here" in done.stderr
+
+
+@installed
+def test_dry_run_of_the_script(tmp_path):
+    out = tmp_path / "out"
+    done = script("--dry-run", "--steps", "doctor", "measure", "--shapes", "N16_P64_R4_C8", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("DRY RUN on the CPU") and "PASS  2 processes passed; a dry run" in done.stdout
+    steps = json.loads((out / "report.json").read_text())["steps"]
+    assert [(s["name"], s["status"]) for s in steps] == [("doctor", "passed"), ("measure_N16_P64_R4_C8", "passed")]
+    assert npu_report.DRY in (out / "report.md").read_text()
+    again = script("--dry-run", "--out", str(out))
+    assert again.returncode == 2 and "is not empty; name another folder" in again.stderr
+
+
+def test_the_table_names_every_official_shape():
+    text = acceptance.table({s.name: {"bwd_fwd": 1.0, "bwd_bwd": 1.0} for s in cases.official_shapes()})
+    assert text.count("| bwd_bwd N") == 11 and "bwd_bwd: of 11 shapes meet the rule" in text
