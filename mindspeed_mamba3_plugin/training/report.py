@@ -53,6 +53,7 @@ def write_report(
             "loss": verdict.loss.worst_ratio,
             "gradient norm": verdict.grad_norm.worst_ratio,
             "parameter groups": max((s.worst_ratio for s in verdict.groups.values()), default=0.0),
+            "kinds of parameter groups": max((s.worst_ratio for s in verdict.kinds.values()), default=0.0),
         },
         "first_loss": baseline.losses[0] if baseline.losses else None,
         "final_loss": {name: final_loss(r) for name, r in runs.items()},
