@@ -14,7 +14,7 @@ from typing import Any
 
 from mindspeed_mamba3_plugin.__main__ import examine
 from mindspeed_mamba3_plugin.offline import acceptance, cases
-from mindspeed_mamba3_plugin.offline.report import table
+from mindspeed_mamba3_plugin.offline.report import acceptance_table, table
 
 TITLE = {False: "ms", True: "ms in the dry run"}
 DRY = "**DRY RUN on a CPU, in Triton's interpreter, at small sizes. No number below is a measurement of a chip.**"
@@ -92,7 +92,7 @@ def write(folder: Path, steps: Sequence[Mapping[str, Any]], dry_run: bool) -> in
     loss = json.loads(curve.read_text()) if curve.exists() else None
     device = {s: r["device_ms"] for s, r in results.items()}
     failed = [s["name"] for s in steps if s["status"] != "passed"]
-    share = acceptance.required("memory")
+    share = acceptance.REQUIRED["memory"]
     missed = {e: sum(e in r for r in device.values()) - n for e, n in acceptance.met(device, share).items()}
     facts = {"dry_run": dry_run, "versions": where, "steps": list(steps), "results": results, "loss_curve": loss}
     (folder / "report.json").write_text(json.dumps(facts, indent=1))
@@ -100,7 +100,7 @@ def write(folder: Path, steps: Sequence[Mapping[str, Any]], dry_run: bool) -> in
 
     print()
     if results:
-        print(acceptance.table(device, TITLE[dry_run]))
+        print(acceptance_table(device, TITLE[dry_run]))
     passed = not failed and bool(steps) and (dry_run or not any(missed.values()))
     parts = [f"not passed: {', '.join(failed)}"] if failed else [f"{len(steps)} processes passed"]
     if results and not dry_run:
@@ -129,11 +129,11 @@ def text(
         title = "Times of all kernels of a call, by the profiler"
         parts += [
             f"## Against the acceptance rule\n\n{title}:",
-            acceptance.table(_times(results, "device_ms"), TITLE[dry_run]),
+            acceptance_table(_times(results, "device_ms"), TITLE[dry_run]),
         ]
         parts += [
             "The same calls by events, gaps between kernels included:",
-            acceptance.table(_times(results, "elapsed_ms"), TITLE[dry_run]),
+            acceptance_table(_times(results, "elapsed_ms"), TITLE[dry_run]),
         ]
         parts += [f"## One launch, {TITLE[dry_run]}", _stages(results)]
     if loss is not None:

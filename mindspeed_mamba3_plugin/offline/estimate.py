@@ -7,13 +7,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from . import cases, compile_check, hivm, toolchain
+from .acceptance import ENTRIES, REQUIRED
 from .cost import Constants, Estimate, Work, estimate
 from .launches import ASCEND_910B3, Chip, Launch
 from .work import of_launch
 
-ENTRIES = ("bwd_fwd", "bwd_bwd")
-# What a kernel with matrix products must reach of an A100's speed, by the resource that bounds it.
-REQUIRED = {"memory": 0.6, "vector": 0.4, "cube": 0.8}
 _RESOURCE = {"transfers": "memory", "cube calls": "memory"}  # of the units that only move data
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import statistics
 from pathlib import Path
 
-from . import cases, hivm
+from . import acceptance, cases, hivm
 from .calibrate import Measurement
 from .compile_check import Row
 from .cost import Constants, estimate
-from .estimate import REQUIRED, Stage, Verdict
+from .estimate import Stage, Verdict
 
 _NAMES = {"ub": "UB", "cbuf": "L1", "cc": "L0C"}
 
@@ -89,7 +90,7 @@ def estimate_tables(
         ]
         head = [entry, *fits, "A100", *(f"A100 / {fit}" for fit in fits), "bound", "required", "met"]
         parts.append(table(head, lines))
-        for ratio in sorted(set(REQUIRED.values()) - {min(REQUIRED.values())}):
+        for ratio in sorted(set(acceptance.REQUIRED.values()) - {min(acceptance.REQUIRED.values())}):
             counts = ", ".join(f"{fit} {sum(v.reaches(ratio, fit) for v in own)}" for fit in fits)
             parts.append(f"\nAt {ratio} of an A100 or better, of {len(own)} shapes: {counts}.")
         parts.append("")
@@ -111,3 +112,33 @@ def calibration(measured: Measurement, scales: dict[str, dict[str, float]]) -> s
     stages = ", ".join(f"{name} {ms} ms" for name, ms in measured.ms.items())
     groups = "; ".join(f"{fit}: " + ", ".join(f"{g} x{s:.2f}" for g, s in own.items()) for fit, own in scales.items())
     return f"Calibrated to times measured at {measured.shape} {measured.dtype} ({stages}): {groups}.\n"
+
+
+def acceptance_table(times: acceptance.Times, title: str = "ms") -> str:
+    """Markdown, `title` over our own times: each entry and shape against the A100 and against the published 910B3
+    times of other ports, then how many meet the rule, with the geometric mean of the shares."""
+    shares = [f"{share} of A100" for share in acceptance.WANTED]
+    head = ["kernel, shape", title, "A100 ms", "A100 / ours", *shares, "public Triton", "gain", "AscendC", "gain"]
+    lines, sums = [], []
+    for entry in acceptance.ENTRIES:
+        own = {shape: row[entry] for shape, row in times.items() if entry in row}
+        for shape, ms in own.items():
+            record = cases.official_times()[shape]
+            verdicts = [acceptance.judge(shape, entry, ms, share) for share in acceptance.WANTED]
+            line = [f"{entry} {shape}", f"{ms:.3f}", f"{verdicts[0].a100_ms:.3f}", f"{verdicts[0].ratio:.2f}"]
+            line += [f"{'met' if v.met else 'not met'} ({v.limit_ms:.2f} ms)" for v in verdicts]
+            for port in ("triton", "ascendc"):
+                theirs = record[f"{port}_910b3_{entry}_ms"]
+                line += [f"{theirs:.3f}", f"{theirs / ms:.1f}x"]
+            lines.append(line)
+        if own:
+            ratios = [acceptance.judge(shape, entry, ms, 1.0).ratio for shape, ms in own.items()]
+            counts = ", ".join(
+                f"{acceptance.met({s: {entry: t} for s, t in own.items()}, w)[entry]} at {w}"
+                for w in acceptance.WANTED
+            )
+            sums.append(
+                f"{entry}: of {len(own)} shapes meet the rule {counts}; geometric mean of A100 / ours "
+                f"{statistics.geometric_mean(ratios):.2f}."
+            )
+    return "\n".join([table(head, lines), "", *sums])
