@@ -41,7 +41,7 @@ class Layout:
     groups: int = 2
     bounds: tuple[int, ...] = ()  # of packed sequences
     bf16: bool = False
-    sharding: str = "fully_reshardable"  # of the distributed optimizer's checkpoints
+    sharding: str = "fully_reshardable"  # of the distributed optimizer's checkpoints; "torch": no torch_dist format
     mamba3: dict[str, Any] = field(default_factory=dict, hash=False)
     config: dict[str, Any] = field(default_factory=dict, hash=False)
 
@@ -175,14 +175,28 @@ class Job:
         }
 
     def save(self, folder: Path) -> None:
-        """Model and optimizer in Megatron's torch_dist format."""
+        """Model and optimizer in Megatron's torch_dist format, or in its older one of a file per rank."""
+        if self.layout.sharding == "torch":
+            folder.mkdir(parents=True)
+            model = self.core.state_dict_for_save_checkpoint()
+            torch.save({"model": model, "optimizer": self.optimizer.state_dict()}, folder / "model.pt")
+            if self.layout.distributed_optimizer:
+                self.optimizer.save_parameter_state(str(folder / "optimizer.pt"))
+            return
         model = self.core.sharded_state_dict(metadata=self._metadata)
         _save(
             {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, metadata=self._metadata)}, folder
         )
 
     def load(self, folder: Path, optimizer: bool = True) -> None:
-        """What any layout has saved."""
+        """What any layout has saved in the same format."""
+        if (folder / "model.pt").exists():
+            state = torch.load(folder / "model.pt", weights_only=False)
+            self.core.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self.layout.distributed_optimizer:
+                self.optimizer.load_parameter_state(str(folder / "optimizer.pt"))
+            return
         model = self.core.sharded_state_dict(metadata=self._metadata)
         wanted = {"model": model}
         if optimizer:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 
 def main(rank: int, world: int, folder: Path, stage: str) -> list[str]:
@@ -40,6 +41,8 @@ def main(rank: int, world: int, folder: Path, stage: str) -> list[str]:
             "half": half,
             "half, distributed": replace(half, distributed_optimizer=True),
             "half, distributed, by bucket": replace(half, distributed_optimizer=True, sharding="dp_reshardable"),
+            "half, one file": replace(half, sharding="torch"),
+            "half, distributed, one file": replace(half, distributed_optimizer=True, sharding="torch"),
         }.items():
             wrong += resumes(name, layout, folder)
     elif stage == "layouts":
@@ -68,13 +71,15 @@ def main(rank: int, world: int, folder: Path, stage: str) -> list[str]:
         }.items():
             wrong += compare(f"{name}, packed", layout, folder / "packed")
     elif stage == "checkpoints":
-        sums = dict(distributed_optimizer=True)
         for name, layout in {
-            "TP, bf16": replace(half, tp=2, **sums),
-            "DP, bf16": replace(half, sharding="dp_reshardable", **sums),
+            "TP, bf16": replace(half, tp=2, distributed_optimizer=True),
+            "DP, bf16": replace(half, distributed_optimizer=True, sharding="dp_reshardable"),
             "PP, bf16, plain": replace(half, pp=2),
         }.items():
             wrong += takes_over(name, layout, folder)
+    elif stage == "back":
+        for name in ("TP, bf16", "DP, bf16", "PP, bf16, plain"):
+            wrong += comes_back(name, replace(half, distributed_optimizer="plain" not in name), folder)
     dist.destroy_process_group()
     family, calls = "reference." if platform.NAME == "cpu" else "triton-", registry.kernel_calls()
     if not calls or not all(call.startswith(family) for call in calls):
@@ -156,6 +161,21 @@ def takes_over(name: str, layout, folder: Path) -> list[str]:
     return wrong + resumes(name, layout, folder)
 
 
+def comes_back(name: str, layout, folder: Path) -> list[str]:
+    """One process goes on from what the layout saved of its checkpoint as if that had never been elsewhere."""
+    from job import Job
+
+    job = Job(layout)
+    job.load(folder / name / "again")
+    expected = torch.load(folder / "half" / f"curve{layout.distributed_optimizer}")[2:]
+    curve = job.train(2, 3)
+    job.save(folder / name / "end")
+    end = folder / "half" / f"end{layout.distributed_optimizer}"
+    wrong = differences(f"{name}: back", folder / name / "end", end, tolerance=0)
+    job.close()
+    return wrong if curve == expected else [*wrong, f"{name}: back on one process {curve}, should be {expected}"]
+
+
 def resumes(name: str, layout, folder: Path) -> list[str]:
     """A run that is stopped, saved and resumed has the same curve and the same weights, bit for bit."""
     from job import Job
@@ -213,6 +233,10 @@ def differences(name: str, folder: Path, reference: Path, tolerance: float) -> l
 
 def load_whole(folder: Path, dist_checkpointing) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole, in this process alone."""
+    if (folder / "model.pt").exists():
+        state = {file.stem: torch.load(file, weights_only=False) for file in folder.iterdir()}
+        flat, _ = tree_flatten_with_path(state)
+        return {keystr(path): value for path, value in flat if isinstance(value, torch.Tensor)}
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict

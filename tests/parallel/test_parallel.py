@@ -29,5 +29,7 @@ def test_two_ranks_learn_what_one_does(folder):
 
 
 def test_checkpoints_in_bf16_move_between_layouts(folder):
-    """Bit for bit, optimizer state and parameters kept in fp32 included; resumed runs go on as if never stopped."""
+    """From one process to two and back, bit for bit, with the optimizer's state and the parameters kept in fp32;
+    resumed runs go on as if never stopped."""
     run_ranks(PROCESS, 2, "2", str(folder), "checkpoints")
+    run_ranks(PROCESS, 1, "1", str(folder), "back")
