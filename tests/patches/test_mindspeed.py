@@ -119,7 +119,8 @@ PATCH_UTILS = """
 
 @pytest.fixture
 def mindspeed(stub):
-    """MindSpeed's modules; `.adaptor(args)` does what importing mindspeed.megatron_adaptor does."""
+    """MindSpeed's modules; `.adaptor(args)` does what importing mindspeed.megatron_adaptor does, `.repatch(args)` what
+    that module's function does."""
     stub("mindspeed")
     pm = stub("mindspeed.patch_utils", PATCH_UTILS).MindSpeedPatchesManager
     parsed = stub("mindspeed.args_utils", ARGS_UTILS).PARSED
@@ -132,7 +133,12 @@ def mindspeed(stub):
         vars(parsed).update(args)
         fm.apply_features_patches(argparse.Namespace(optimization_level=2, **args))
 
-    yield SimpleNamespace(pm=pm, fm=fm, adaptor=adaptor, parsed=parsed)
+    def repatch(**args):
+        pm.remove_patches()
+        vars(parsed).update(args)
+        fm.apply_features_patches(argparse.Namespace(optimization_level=2, **vars(parsed)))
+
+    yield SimpleNamespace(pm=pm, fm=fm, adaptor=adaptor, repatch=repatch, parsed=parsed)
     pm.remove_patches()
     mamba3._engine.revert()
     patches._settings = None
@@ -196,6 +202,17 @@ def test_the_adaptor_applies_the_list_when_the_flag_is_given(mindspeed, original
     mindspeed.adaptor(use_mamba3_mixer=True, mamba3_params_dtype="bf16")
     assert Float16Module.__init__ is originals[1], "nothing to keep in fp32"
     assert MambaLayer.__init__ is not originals[0]
+
+
+def test_a_repatch_wraps_once_and_can_switch_off(mindspeed, originals):
+    mamba3.register()
+    mindspeed.adaptor(use_mamba3_mixer=True)
+    mindspeed.repatch(mamba3_mimo_rank=2)
+    assert all(new.__wrapped__ is old for new, old in zip(current(), originals, strict=True))
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    assert config.mamba3_mimo_rank == 2, "the settings of the second time"
+    mindspeed.repatch(use_mamba3_mixer=False)
+    assert current() == originals
 
 
 def test_a_flag_seen_only_by_the_second_parse_is_applied(mindspeed, originals):
