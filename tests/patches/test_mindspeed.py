@@ -119,8 +119,8 @@ PATCH_UTILS = """
 
 @pytest.fixture
 def mindspeed(stub):
-    """MindSpeed's modules; `.adaptor(args)` does what importing mindspeed.megatron_adaptor does, `.repatch(args)` what
-    that module's function does."""
+    """MindSpeed's modules; `.adaptor(args)` does what importing mindspeed.megatron_adaptor does, `.repatch(args)` the
+    same as its function."""
     stub("mindspeed")
     pm = stub("mindspeed.patch_utils", PATCH_UTILS).MindSpeedPatchesManager
     parsed = stub("mindspeed.args_utils", ARGS_UTILS).PARSED
