@@ -219,7 +219,7 @@ def compute_rows(call: Call, states: Tensor | None = None) -> Rows:
     v, v_out = values(x, chunks, plan, call.carry_out)
     last = None
     if states is None:
-        states, last = scan(outer(k, v_out, plan), call.whole, chunks, plan, x.dtype)
+        states, last = scan(outer(k, v_out, plan), call.whole, chunks, plan)
     inside, carried = outputs(q, k, v, states, call.mixing, plan)
     return Rows(q, k, v, v_out, states, last, inside, carried)
 
@@ -290,7 +290,7 @@ def unpadded(states: Tensor, call: Call) -> Tensor:
 def padded(states: Tensor, call: Call) -> Tensor:
     """[..., N, P] -> [..., N2, PP] in the operand dtype."""
     *_, N, P = call.x.sizes
-    out = states.new_zeros(*states.shape[:-2], call.plan.N2, call.plan.PP, dtype=call.x.dtype)
+    out = states.new_zeros(*states.shape[:-2], call.plan.N2, call.plan.PP, dtype=call.plan.dtype)
     half, NH = N // 2, call.plan.NH
     out[..., :half, :P], out[..., NH : NH + half, :P] = states[..., :half, :], states[..., half:, :]
     return out

@@ -18,6 +18,6 @@ def test_what_is_planned_compiles(in_ascend_environment):
 )
 def test_what_does_not_fit_is_refused_with_the_sizes(N, P, R, dtype):
     with pytest.raises(
-        ValueError, match=rf"N = {N}, P = {P}, R = {R}, dtype is {dtype}.* bytes of L0C and \d+ of L1"
+        ValueError, match=rf"N = {N}, P = {P}, R = {R}, operands in {dtype}.* bytes of L0C and \d+ of L1"
     ):
         plain_plan(N, P, R, dtype, "npu")

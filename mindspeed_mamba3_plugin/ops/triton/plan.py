@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 
 from .. import registry
+from ..types import Inputs
 
 
 def next_power_of_2(n: int) -> int:
@@ -22,6 +23,7 @@ class Plan:
     with zeros, and the head dimension padded to PP: tensor-core and cube tiles want at least 16.
     """
 
+    dtype: torch.dtype  # of the matrix operands, and so of most tensors between kernels
     C: int
     RP: int
     NH: int
@@ -71,14 +73,23 @@ def _ascend_tokens(N: int, P: int, R: int, dtype: torch.dtype) -> int:
         if M <= 128 and l0c <= _L0C and l1 < _L1:
             return C
     raise ValueError(
-        f"N = {N}, P = {P}, R = {R}, dtype is {dtype}: the matrix products of {C} tokens have {M} rows and need "
+        f"N = {N}, P = {P}, R = {R}, operands in {dtype}: the matrix products of {C} tokens have {M} rows and need "
         f"{l0c} bytes of L0C and {l1} of L1; an Ascend 910B has {_L0C} and {_L1}, and at most 128 rows are taken"
     )
 
 
+def operand_dtype(x: Inputs) -> torch.dtype:
+    """dtype of the plain family's matrix operands: the caller's, but fp32 with the fused norm.
+
+    The norm divides by |O|, which may be far smaller than the terms it is the sum of, and what it hands back is
+    orthogonal to O: rounded operands then cost several percent of a gradient (R = 1, the first tokens of a sequence).
+    """
+    return torch.float32 if x.fuse_norm else x.dtype
+
+
 @lru_cache(maxsize=256)
 def plain_plan(N: int, P: int, R: int, dtype: torch.dtype, target: str) -> Plan:
-    """The plan of the plain family; target is "npu", "cuda" or "cpu" (the interpreter).
+    """The plan of the plain family, operands in `dtype`; target is "npu", "cuda" or "cpu" (the interpreter).
 
     Raises:
         ValueError: the sizes do not fit on the chip, naming them.
@@ -91,13 +102,13 @@ def plain_plan(N: int, P: int, R: int, dtype: torch.dtype, target: str) -> Plan:
         # gives all element-wise work to the first of a cube core's two vector cores.
         mixed = {"limit_auto_multi_buffer_only_for_local_buffer": True}
         tile = 2048 if dtype == torch.float32 else 4096
-        return Plan(_ascend_tokens(N, P, R, dtype), RP, NH, PP, tile, 32, *_ascend_cores(), {}, mixed)
+        return Plan(dtype, _ascend_tokens(N, P, R, dtype), RP, NH, PP, tile, 32, *_ascend_cores(), {}, mixed)
     if target == "cuda":
         # One program does one task: loading a next one ahead would only take up shared memory.
         once = {"num_stages": 1}
-        return Plan(max(16, 64 // RP), RP, NH, PP, 4096, 16, 0, 0, once, once)
+        return Plan(dtype, max(16, 64 // RP), RP, NH, PP, 4096, 16, 0, 0, once, once)
     # The interpreter is fastest with few, large programs.
-    return Plan(max(16, 128 // RP), RP, NH, PP, 1 << 20, 16, 0, 0, {}, {})
+    return Plan(dtype, max(16, 128 // RP), RP, NH, PP, 1 << 20, 16, 0, 0, {}, {})
 
 
 @dataclass(frozen=True)

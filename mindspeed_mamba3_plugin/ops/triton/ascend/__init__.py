@@ -14,7 +14,7 @@ from torch import Tensor
 from ... import registry
 from ...types import Gradients, Inputs, State
 from ..chunks import Chunks, cut
-from ..plan import Plan, plain_plan, target_of
+from ..plan import Plan, operand_dtype, plain_plan, target_of
 from .angles import angles, angles_bwd
 from .decay import decay
 from .decay_bwd import decay_bwd
@@ -104,7 +104,7 @@ def _prepare(x: Inputs) -> tuple[Inputs, Chunks, Plan]:
     _, _, _, _, R, N, P = x.sizes
     if x.dtype == torch.float64:
         raise ValueError("dtype is torch.float64: the Triton kernels take float16, bfloat16 or float32")
-    plan = plain_plan(N, P, R, x.dtype, target_of(x.Q.device))
+    plan = plain_plan(N, P, R, operand_dtype(x), target_of(x.Q.device))
     return x.contiguous(), cut(x, plan.C), plan
 
 
@@ -113,7 +113,7 @@ def _rows(x: Inputs, chunks: Chunks, plan: Plan) -> _Rows:
     cos, sin, angle = angles(x, chunks, plan)
     q, k = rotate(x, chunks, plan, cos, sin)
     v, v_out = values(x, chunks, plan, carry_out)
-    states, last_state = scan(outer(k, v_out, plan), whole, chunks, plan, x.dtype)
+    states, last_state = scan(outer(k, v_out, plan), whole, chunks, plan)
     inside, carried = outputs(q, k, v, states, mixing, plan)
     return _Rows(
         mixing, carry_in, carry_out, whole, cos, sin, angle, q, k, v, v_out, states, last_state, inside, carried
@@ -132,7 +132,7 @@ def _state(x: Inputs, chunks: Chunks, plan: Plan, rows: _Rows) -> State:
     return State(
         angle=rows.angle,
         ssm=_halves(ssm, half, plan.NH).contiguous(),
-        k=torch.where(used[:, None, None, None], _halves(k, half, plan.NH), 0),
+        k=torch.where(used[:, None, None, None], _halves(k, half, plan.NH), 0).to(x.dtype),
         v=torch.where(used[:, None, None], v, 0),
     )
 

@@ -203,7 +203,7 @@ def gate_bwd(
 ) -> GateGradients:
     """Backward of `gate`, and dO for the products."""
     _, _, H, _, R, _, P = x.sizes
-    do = torch.empty(inside.shape, dtype=x.dtype, device=x.V.device)
+    do = torch.empty(inside.shape, dtype=plan.dtype, device=x.V.device)
     do_in, dcarry_in = torch.empty_like(do), torch.empty_like(carry_in)
     dz = torch.empty_like(x.Z) if x.Z is not None else None
 

@@ -55,7 +55,7 @@ def _rotate_kernel(
 def rotate(x: Inputs, chunks: Chunks, plan: Plan, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotated q and k, [chunks, H, M, N2] in the operand dtype; padding of R and N is 0."""
     _, _, H, G, R, N, _ = x.sizes
-    q = torch.empty(chunks.count, H, plan.M, plan.N2, dtype=x.dtype, device=x.Q.device)
+    q = torch.empty(chunks.count, H, plan.M, plan.N2, dtype=plan.dtype, device=x.Q.device)
     k = torch.empty_like(q)
     BT = plan.tokens(plan.NH)
     tasks = chunks.count * H * (plan.C // BT)

@@ -52,10 +52,10 @@ def _scan_kernel(
         tl.store(final + task * (N2 * PP) + place, state)
 
 
-def scan(own: Tensor, whole: Tensor, chunks: Chunks, plan: Plan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """States entering the chunks, [chunks, H, N2, PP] of `dtype`, and the last fp32 [sequences, H, N2, PP]."""
+def scan(own: Tensor, whole: Tensor, chunks: Chunks, plan: Plan) -> tuple[Tensor, Tensor]:
+    """States entering the chunks, [chunks, H, N2, PP] in the operand dtype; the last, fp32 [sequences, H, N2, PP]."""
     H = own.shape[1]
-    states = chunks.new(own, dtype)
+    states = chunks.new(own, plan.dtype)
     final = torch.empty(chunks.sequences, *own.shape[1:], dtype=torch.float32, device=own.device)
     BN = min(plan.N2, plan.state_rows)
     tasks = chunks.sequences * H * (plan.N2 // BN)

@@ -43,7 +43,7 @@ def _values_kernel(
 def values(x: Inputs, chunks: Chunks, plan: Plan, carry_out: Tensor) -> tuple[Tensor, Tensor]:
     """Returns v and v_out, [chunks, H, M, PP] in the operand dtype; padding is 0."""
     _, _, H, _, R, _, P = x.sizes
-    rows = torch.empty(chunks.count, H, plan.M, plan.PP, dtype=x.dtype, device=x.V.device)
+    rows = torch.empty(chunks.count, H, plan.M, plan.PP, dtype=plan.dtype, device=x.V.device)
     out = torch.empty_like(rows)
     BT = plan.tokens(plan.PP)
     tasks = chunks.count * H * (plan.C // BT)
