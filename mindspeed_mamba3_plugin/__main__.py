@@ -63,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def examine() -> dict[str, Any]:
     """Versions, device, kernels and patches of this environment, and its problems (one sentence each)."""
     versions = {name: _version(name) for name in _DISTRIBUTIONS}
+    if versions["mindspeed"] is None and find_spec("mindspeed"):
+        versions["mindspeed"] = "a source tree"
     device, problems = _device()
     kernels = examine_kernels(device)
     patches = _patches()
@@ -80,6 +82,12 @@ def examine() -> dict[str, Any]:
 
 
 def _version(distribution: str) -> str | None:
+    if distribution == "megatron-core":  # often a source tree on the path, beside an installed one
+        from .patches.symbols import installed_version
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return installed_version(distribution)
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -58,6 +58,12 @@ def test_launch_reads_the_file_and_the_flags_win(script, tmp_path):
     assert "patched True" in out
 
 
+def test_torchrun_launches_it_in_each_rank(script):
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    out = python(*ranks, "-m", "mindspeed_mamba3_plugin", "launch", script, "--use-mamba3-mixer")
+    assert out.count("main True 7") == out.count("patched True") == 2
+
+
 def test_one_import_line_does_the_same(script):
     script.write_text("import mindspeed_mamba3_plugin.auto\n" + SCRIPT)
     out = python(script, "--use-mamba3-mixer", "--mamba3-mimo-rank", "8")

@@ -34,6 +34,16 @@ def test_a_usable_environment(capsys):
     assert all(p["target"] in screen for p in found["patches"])
 
 
+def test_versions_are_those_of_the_code_that_runs(monkeypatch, stub):
+    """Megatron-LM and MindSpeed are mostly run from a source tree."""
+    import megatron.core
+
+    monkeypatch.setattr(megatron.core, "__version__", "0.15.2")
+    stub("mindspeed")
+    versions = cli.examine()["versions"]
+    assert (versions["megatron-core"], versions["mindspeed"]) == ("0.15.2", "a source tree")
+
+
 def test_a_kernel_that_cannot_run_says_why(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     row = cli.examine_kernels("cpu")["triton"]
