@@ -11,6 +11,8 @@ MATRIX=${MATRIX:-$PWD/.matrix}
 ALL=(0.12.1 0.15.3 0.16.1 0.17.1 0.18.2 0.19.0)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_VISIBLE_DEVICES= ASCEND_RT_VISIBLE_DEVICES= TRITON_INTERPRET=1
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+# 0.15 compiles for the GPU that it finds when imported, and cannot be imported where a CUDA build of torch finds none.
+export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0}
 
 prepare() { # version: sets PY and CORE
     local series=3.11 name base
