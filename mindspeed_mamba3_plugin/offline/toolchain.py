@@ -171,7 +171,8 @@ def _options_of(compiler: Path) -> str:
 @lru_cache(maxsize=1)
 def _assembler_folder() -> str:
     folder = tempfile.mkdtemp(prefix="hivmc-")
-    program = Path(folder, "hivmc")
-    program.write_text(_NO_ASSEMBLER)
-    program.chmod(0o755)
+    for name in ("hivmc", "hivmc-a5"):
+        program = Path(folder, name)
+        program.write_text(_NO_ASSEMBLER)
+        program.chmod(0o755)
     return folder
