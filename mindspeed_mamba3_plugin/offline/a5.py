@@ -91,8 +91,8 @@ def tables(found: Sequence[Row], version: str) -> str:
     sizes = ", ".join(f"{n} {ON_CHIP[m]}" for m, n in (("ub", "UB"), ("cbuf", "L1"), ("cc", "L0C")))
     parts = [
         f"bishengir-compile-a5 of ascendnpu-ir {version}, {ASCEND_950.arch}, bf16, with the options that "
-        f"triton-ascend sets there: {len(found)} kernels at {len({r.shape for r in found})} shapes, {len(failed)} that do "
-        f"not fit. Bytes on chip of {sizes}:\n"
+        f"triton-ascend sets there: {len(found)} kernels at {len({r.shape for r in found})} shapes, {len(failed)} "
+        f"that do not fit. Bytes on chip of {sizes}:\n"
     ]
     shapes = list(dict.fromkeys(r.shape for r in found))
     lines = []
