@@ -77,20 +77,26 @@ def main(tp_rank: int, rendezvous: str) -> list[str]:
                 if not error < 1e-10:
                     wrong.append(f"{label}: {name} off by {error:.1e}")
 
-    if not hasattr(utils, "ensure_metadata_has_dp_cp_group"):  # before 0.16 every checkpoint is of the global groups
-        return wrong
+    if hasattr(utils, "ensure_metadata_has_dp_cp_group"):  # before 0.16 every checkpoint is of the global groups
+        wrong += checkpoint_differences(whole, split, groups)
+    if "megatron.core.ssm.mamba_mixer" in sys.modules:
+        wrong.append("the mixer of Mamba-2 was imported, which needs Triton")
+    dist.destroy_process_group()
+    return wrong
+
+
+def checkpoint_differences(whole, split, groups) -> list[str]:
+    """What the ranks together would save differently from the whole mixer."""
     metadata = {"dp_cp_group": groups.dp_cp}
     of_one = assembled(saved_tensors(whole, metadata))
     shares: list = [None] * TP
     dist.all_gather_object(shares, saved_tensors(split, metadata))
     of_two = assembled([tensor for share in shares for tensor in share])
+    wrong = [
+        f"checkpoint: {key} differs" for key in of_one if key in of_two and not torch.equal(of_one[key], of_two[key])
+    ]
     if of_one.keys() != of_two.keys():
         wrong.append(f"checkpoint keys depend on the number of ranks: {sorted(of_one.keys() ^ of_two.keys())}")
-    wrong += [f"checkpoint: {key} differs" for key in of_one if not torch.equal(of_one[key], of_two[key])]
-
-    if "megatron.core.ssm.mamba_mixer" in sys.modules:
-        wrong.append("the mixer of Mamba-2 was imported, which needs Triton")
-    dist.destroy_process_group()
     return wrong
 
 
