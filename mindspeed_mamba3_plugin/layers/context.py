@@ -2,8 +2,8 @@
 
 The scan needs a sequence from its start, so the ranks change places as in Megatron's own Mamba mixer: one exchange
 before the scan, one after it. What passes per token and layer is about 3 H P + 2 G R N numbers over the ranks, once.
-Passing states between the ranks instead would send less, but the parts of a sequence are dealt out from both ends to
-balance attention, so the states would travel to the last rank and back while the other ranks wait.
+Passing states between the ranks would send less, but the operator takes no initial state and has no gradient for one;
+and the parts of a sequence are dealt out from both ends to balance attention, which makes two joints per rank.
 """
 
 from __future__ import annotations
