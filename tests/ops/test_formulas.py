@@ -22,8 +22,8 @@ def rotated(x: Tensor, theta: Tensor) -> Tensor:
 
 
 def one_head(x: Inputs, h: int, g: Tensor) -> tuple[Tensor, dict[str, Tensor], float]:
-    """Output [S, P] and gradients of a head that is a group of its own, and how far the angle gradients at the starts of
-    the chunks are from what the entering states say."""
+    """Output [S, P] and gradients of a head that is a group of its own, and how far the angle gradients at the starts
+    of the chunks are from what the entering states say."""
     _, S, _, _, _, N, P = x.sizes
     A, half, sig = x.Angles.shape[-1], N // 2, torch.sigmoid
     a, dt, trap, Z, V, D = x.ADT[0, h], x.DT[0, h], x.Trap[0, h], x.Z[0, :, h], x.V[0, :, h], x.D[h]
