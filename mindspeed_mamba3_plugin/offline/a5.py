@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if row.error:
             print(f"{row.kernel} {row.shape}: {row.error}", file=sys.stderr)
     if given.write:
-        report.write(given.write, "a5", text)
+        report.write(given.write, "a5", text, by="mindspeed_mamba3_plugin.offline.a5")
     return 0
 
 
