@@ -101,7 +101,7 @@ def tables(found: Sequence[Row], version: str) -> str:
         for shape in shapes:
             own = [r for r in found if (r.kernel, r.shape) == (kernel, shape)]
             cells.append(" ".join(dict.fromkeys(map(_cell, own))))
-        lines.append([kernel.strip("_").removesuffix("_kernel"), *cells])
+        lines.append([_stage(kernel), *cells])
     parts.append(
         report.table(["UB, or L0C of a kernel of products", *(s.rpartition("_C")[0] for s in shapes)], lines)
     )
@@ -109,11 +109,18 @@ def tables(found: Sequence[Row], version: str) -> str:
     if mixed:
         parts.append("\nKernels whose products meet element-wise work, handed over on the chip:\n")
         head = ["kernel", "results to UB", "split over both cores", "operands from UB", "skipped by the second core"]
-        seen = {(r.kernel, r.to_ub, r.split, r.to_l1, r.one_core): r for r in mixed}
-        parts.append(
-            report.table(head, [[f"{k} ({r.shape})", *map(str, numbers)] for (k, *numbers), r in seen.items()])
-        )
+        alike: dict[tuple, list[str]] = {}
+        for r in mixed:
+            alike.setdefault((r.kernel, r.to_ub, r.split, r.to_l1, r.one_core), []).append(
+                r.shape.rpartition("_C")[0]
+            )
+        lines = [[f"{_stage(k)}: {', '.join(own)}", *map(str, numbers)] for (k, *numbers), own in alike.items()]
+        parts.append(report.table(head, lines))
     return "\n".join(parts)
+
+
+def _stage(kernel: str) -> str:
+    return kernel.strip("_").removesuffix("_kernel")
 
 
 def _cell(row: Row) -> str:

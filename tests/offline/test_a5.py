@@ -45,5 +45,5 @@ def test_tables():
     text = a5.tables(rows, "1.2.0")
     assert "3 kernels at 2 shapes, 1 that do not fit" in text
     assert "| products | needs 638976 of UB | 249856 |" in text and "| outer |  | 4096 |" in text
-    assert "| _products_kernel (N16_P64_R4_C8) | 14 | 0 | 12 | 15 |" in text
+    assert "| products: N16_P64_R4 | 14 | 0 | 12 | 15 |" in text
     assert a5._cell(a5.Row("", "k", "Assertion failed")) == "fails"
