@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -13,7 +10,7 @@ import yaml
 from small_runs import SMALL
 
 from mindspeed_mamba3_plugin.ops import reference
-from mindspeed_mamba3_plugin.training import records, trainer
+from mindspeed_mamba3_plugin.training import records
 from mindspeed_mamba3_plugin.training.config import RunConfig
 from mindspeed_mamba3_plugin.training.trainer import NOT_FINITE, main, train
 
@@ -62,26 +59,6 @@ def test_groups_cover_the_gradient_norm_and_the_parts_of_the_packed_projection(f
     assert total == pytest.approx(step.grad_norm, rel=1e-4)
     for part in ("z", "x", "B", "C", "dd_dt", "dd_A", "trap"):
         assert step.grad_norms[f"decoder.layers.0.mixer.in_proj.weight[{part}]"] > 0
-
-
-def test_two_tensor_parallel_ranks_record_what_one_does(finished, small, text, tmp_path):
-    """Losses, gradient norms, and every parameter's gradient norm, of the parameter and not of a rank's share."""
-    split = replace(small, training=replace(small.training, tensor_parallel=2))
-    config = tmp_path / "split.yaml"
-    config.write_text(yaml.safe_dump(split.to_mapping()))
-    arguments = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    arguments += ["-m", trainer.__name__, "--config", config, "--out", tmp_path, "--text", text]
-    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    alone, run = finished[0][0], records.read(tmp_path)
-    for a, b in zip(alone.steps, run.steps, strict=True):
-        assert (b.loss, b.grad_norm) == pytest.approx((a.loss, a.grad_norm), rel=1e-5)
-        expected = dict(a.grad_norms)
-        for layer in (0, 3):  # the one group of B and C does not shard: there it is a parameter of its own
-            shares = (expected.pop(f"decoder.layers.{layer}.mixer.in_proj.weight[{part}]") for part in "BC")
-            expected[f"decoder.layers.{layer}.mixer.bc_proj"] = math.hypot(*shares)
-        assert b.grad_norms == pytest.approx(expected, rel=1e-5)
 
 
 def test_another_seed_gives_other_weights_and_data(finished, small, text, tmp_path):
