@@ -39,7 +39,7 @@ from mindspeed_mamba3_plugin.platforms.npu_timing import KernelTime, elapsed, pr
 FAMILY = "triton-ascend"
 ACCURACY_LENGTH = 512
 DRY_LENGTH, DRY_HEADS = 20, 2
-SETS, REPEATS = 3, 10
+SETS, REPEATS, PROFILED = 3, 10, 3  # inputs in turn, timings of each, calls of each in a profile
 # What is asked of every gradient: relative L2 error, and in fp32 the mean error as a share of the mean size.
 STANDARD = {"bf16": {"l2": 5e-3}, "fp32": {"l2": 1e-4, "mean": 1e-3}}
 
@@ -99,19 +99,30 @@ def difference(both: dict[str, KernelTime], first: dict[str, KernelTime]) -> dic
 
 
 def on_chip(sets: list[tuple[Inputs, Tensor]], folder: Path) -> dict:
-    """Times by kernel and by call, in ms."""
+    """Times by kernel and by call, in ms. Where the profiler fails, events stand in for the kernels' own times: with
+    the gaps between kernels they are no shorter."""
     family = registry.load(FAMILY)
-    first = profiled([lambda x=x, g=g: family.bwd_fwd(x, g) for x, g in sets], folder / "profile_bwd_fwd")
-    both = profiled([lambda x=x, g=g: family.backward(x, g) for x, g in sets], folder / "profile_backward")
     spent: dict[str, list[float]] = {"forward": [], "bwd_fwd": [], "bwd_bwd": []}
     for x, g in sets:
-        for row in elapsed([lambda _, x=x: family.forward(x)], REPEATS):
+        for row in elapsed([lambda _, x=x: family.forward(x)], REPEATS + 1)[1:]:
             spent["forward"] += row
         halves = [lambda _, x=x, g=g: family.bwd_fwd(x, g), lambda residuals, x=x: family.bwd_bwd(x, residuals)]
-        for before, after in elapsed(halves, REPEATS):
+        for before, after in elapsed(halves, REPEATS + 1)[1:]:
             spent["bwd_fwd"].append(before)
             spent["bwd_bwd"].append(after)
-    return times(first, both, {name: statistics.median(ms) for name, ms in spent.items()})
+    by_event = {name: statistics.median(ms) for name, ms in spent.items()}
+    calls = sets * PROFILED
+    try:
+        first = profiled([lambda x=x, g=g: family.bwd_fwd(x, g) for x, g in calls], folder / "profile_bwd_fwd")
+        both = profiled([lambda x=x, g=g: family.backward(x, g) for x, g in calls], folder / "profile_backward")
+    except (ImportError, OSError, RuntimeError) as error:
+        print(f"no times by kernel: {error}", file=sys.stderr)
+        return {
+            **times({}, {}, by_event),
+            "device_ms": {entry: by_event[entry] for entry in ("bwd_fwd", "bwd_bwd")},
+            "profile_error": str(error),
+        }
+    return times(first, both, by_event)
 
 
 def times(first: dict[str, KernelTime], both: dict[str, KernelTime], spent: dict[str, float]) -> dict:

@@ -84,7 +84,8 @@ def write(folder: Path, steps: Sequence[Mapping[str, Any]], dry_run: bool) -> in
     where = versions()
     (folder / "calibration").mkdir(exist_ok=True)
     for shape, result in results.items():
-        (folder / "calibration" / f"{shape}.json").write_text(json.dumps(calibration(result), indent=1))
+        if result["kernels"]["bwd_bwd"]:
+            (folder / "calibration" / f"{shape}.json").write_text(json.dumps(calibration(result), indent=1))
     times = {"dry_run": dry_run, "versions": where, "ms": {s: per_launch(r) for s, r in results.items()}}
     (folder / "times.json").write_text(json.dumps(times, indent=1))
     shutil.rmtree(folder / "loss_curve/text", ignore_errors=True)  # made from Python's own sources
@@ -127,6 +128,13 @@ def text(
     if results:
         parts += ["## Errors", _errors(results)]
         title = "Times of all kernels of a call, by the profiler"
+        lost = {shape: r["profile_error"] for shape, r in results.items() if "profile_error" in r}
+        if lost:
+            title += (
+                " (by events, gaps included, where it failed: "
+                + "; ".join(f"{s}, {e}" for s, e in lost.items())
+                + ")"
+            )
         parts += [
             f"## Against the acceptance rule\n\n{title}:",
             acceptance_table(_times(results, "device_ms"), TITLE[dry_run]),

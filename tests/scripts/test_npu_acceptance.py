@@ -1,4 +1,4 @@
-"""The acceptance script without a chip: the profiler's statistics, the report on hand-made times, and the dry run."""
+"""The acceptance script without a chip: the report on hand-made times, and the dry run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from npu_clock import Clock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -25,116 +25,11 @@ import npu_report  # noqa: E402
 from mindspeed_mamba3_plugin.offline import calibrate, cases  # noqa: E402
 from mindspeed_mamba3_plugin.offline.report import acceptance_table  # noqa: E402
 from mindspeed_mamba3_plugin.ops.api import planted  # noqa: E402
-from mindspeed_mamba3_plugin.platforms import npu_timing  # noqa: E402
 from mindspeed_mamba3_plugin.platforms.npu_timing import KernelTime  # noqa: E402
 from mindspeed_mamba3_plugin.training.compare import variants  # noqa: E402
 from mindspeed_mamba3_plugin.training.config import RunConfig  # noqa: E402
 
 SHAPE = "N128_P64_R4_C16"
-HEAD = "Device_id,OP Type,Core Type,Count,Total Time(us),Min Time(us),Avg Time(us),Max Time(us),Ratio(%)\n"
-STATISTICS = (
-    "\ufeff" + HEAD + "0,_products_kernel,MIX_AIC,3,6000.0,1900,2000,2100,60\n"
-    "0,_outer_kernel,AI_CORE,6,1200.0,190,200,210,12\n0,ReduceSum,AI_VECTOR_CORE,5,100.0,1,20,30,1\n"
-    "0,ReduceSum,MIX_AIV,1,20.0,20,20,20,1\n"
-)
-
-
-def statistics(tmp_path: Path, text: str, calls: int) -> dict[str, KernelTime]:
-    path = tmp_path / npu_timing.STATISTICS
-    path.write_text(text, encoding="utf-8")
-    return npu_timing.statistics(path, calls)
-
-
-def test_statistics_are_per_call(tmp_path):
-    found = statistics(tmp_path, STATISTICS, 3)
-    assert found["_products_kernel"] == KernelTime(1, 2.0)
-    assert found["_outer_kernel"] == KernelTime(2, 0.4)
-    assert found["ReduceSum"].launches == 2 and found["ReduceSum"].ms == pytest.approx(0.04)
-
-
-@pytest.mark.parametrize(
-    ("text", "calls", "message"),
-    [
-        (STATISTICS, 4, "3 launches of _products_kernel in 4 calls: the profiler lost some"),
-        (STATISTICS.replace("Total Time(us)", "Time"), 3, r"without OP Type, Count and Total Time\(us\)"),
-        (HEAD, 3, "no kernel in it"),
-    ],
-)
-def test_statistics_that_cannot_be_right_are_refused(tmp_path, text, calls, message):
-    with pytest.raises(RuntimeError, match=message):
-        statistics(tmp_path, text, calls)
-
-
-class Clock:
-    """Stands in for torch.npu: events note how often `work` was called."""
-
-    def __init__(self) -> None:
-        self.now, self.waits = 0.0, 0
-
-    def Event(self, enable_timing: bool) -> SimpleNamespace:
-        assert enable_timing
-        event = SimpleNamespace(at=None)
-        event.record = lambda: setattr(event, "at", self.now)
-        event.elapsed_time = lambda later: later.at - event.at
-        return event
-
-    def synchronize(self) -> None:
-        self.waits += 1
-
-    def work(self, ms: float, value: object = None) -> object:
-        self.now += ms
-        return value
-
-
-def test_parts_of_a_call_are_timed_apart(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(torch, "npu", clock, raising=False)
-    parts = [lambda none: clock.work(2.0, "residuals"), lambda given: clock.work(5.0) or given]
-    assert npu_timing.elapsed(parts, 3) == [[2.0, 5.0]] * 3
-    assert clock.waits == 3
-
-
-@pytest.mark.parametrize("left", [True, False])
-def test_profile(monkeypatch, tmp_path, left):
-    """The profiler is asked for types of kernels, sees as many calls as it divides by, and none of the warm-up."""
-    clock, seen = Clock(), []
-
-    class Profile:
-        def __init__(self, **options):
-            self.options = options
-
-        def __enter__(self):
-            seen.clear()
-
-        def __exit__(self, *_):
-            assert (
-                self.options["activities"] == ["npu"] and self.options["experimental_config"]["profiler_level"] == 1
-            )
-            if left:
-                self.options["on_trace_ready"](f"0,_outer_kernel,AI_CORE,{len(seen)},{500.0 * len(seen)},,,,\n")
-
-    def handler(folder: str):
-        def write(row: str) -> None:
-            path = Path(folder) / "host_ascend_pt/ASCEND_PROFILER_OUTPUT"
-            path.mkdir(parents=True)
-            (path / npu_timing.STATISTICS).write_text(HEAD + row)
-
-        return write
-
-    profiler = SimpleNamespace(
-        profile=Profile, tensorboard_trace_handler=handler, _ExperimentalConfig=dict,
-        ProfilerActivity=SimpleNamespace(NPU="npu"), ProfilerLevel=SimpleNamespace(Level1=1),
-        AiCMetrics=SimpleNamespace(PipeUtilization="pipes"),
-    )  # fmt: skip
-    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(profiler=profiler))
-    monkeypatch.setattr(torch, "npu", clock, raising=False)
-    calls = [lambda: seen.append(1)] * 3
-    if left:
-        assert npu_timing.profiled(calls, tmp_path) == {"_outer_kernel": KernelTime(1, 0.5)}
-        assert len(seen) == 3 and clock.waits == 4
-    else:
-        with pytest.raises(RuntimeError, match=r"left 0 files op_statistic\.csv"):
-            npu_timing.profiled(calls, tmp_path)
 
 
 def test_the_second_entry_is_the_difference():
@@ -158,8 +53,8 @@ def result(shape: str, ms: dict[str, float], **more) -> dict:
     return {
         "shape": shape, "dtype": "bf16", "dry_run": False, "errors": {"bf16": error, "fp32": small},
         "above_standard": [], "same_bits": True, "kernels": kernels, "device_ms": ms,
-        "elapsed_ms": {"forward": 1.0, **{entry: t + 1 for entry, t in ms.items()}}, **more,
-    }  # fmt: skip
+        "elapsed_ms": {"forward": 1.0, **{entry: t + 1 for entry, t in ms.items()}},
+    } | more  # fmt: skip
 
 
 def test_calibration_is_what_the_estimates_read(tmp_path):
@@ -223,10 +118,64 @@ def test_dry_run_of_one_shape(tmp_path):
     assert found["dry_run"] and found["same_bits"] and not found["above_standard"]
     assert {"dq", "dk", "dv", "dadt", "ddt", "dtrap", "dangles"} < set(found["errors"]["bf16"])
     stages = npu_report.per_launch(found)
-    assert {"outer", "products", "rotate_bwd"} <= set(stages) and "gate" not in stages  # of the forward alone
-    assert found["kernels"]["bwd_bwd"]["_outer_kernel"]["launches"] == 1
+    assert set(calibrate.SUGGESTED) <= set(stages) and "gate" not in stages  # of the forward alone
+    assert all(found["kernels"].values())
     assert all(ms > 0 for ms in (*stages.values(), *found["elapsed_ms"].values()))
     assert json.loads((tmp_path / "N16_P64_R4_C8/result.json").read_text()) == json.loads(json.dumps(found))
+
+
+class Stages:
+    """A family whose entry points take time on a clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def forward(self, x):
+        self.clock.work(1.0)
+
+    def bwd_fwd(self, x, grad_out):
+        return self.clock.work(2.0, "residuals")
+
+    def bwd_bwd(self, x, residuals):
+        assert residuals == "residuals"
+        self.clock.work(5.0)
+
+    def backward(self, x, grad_out):
+        self.bwd_bwd(x, self.bwd_fwd(x, grad_out))
+
+
+@pytest.mark.parametrize("profiler", [True, False])
+def test_times_on_a_chip(monkeypatch, tmp_path, profiler):
+    clock, profiled_calls = Clock(), []
+    monkeypatch.setattr(torch, "npu", clock, raising=False)
+    monkeypatch.setattr(npu_measure.registry, "load", lambda name: Stages(clock))
+
+    def profiled(calls, folder):
+        profiled_calls.append(len(calls))
+        if not profiler:
+            raise RuntimeError("left 0 files")
+        before = clock.now
+        calls[0]()
+        first = {"_outer_kernel": KernelTime(1, 1.5)}
+        return first if clock.now - before == 2.0 else {**first, "_products_kernel": KernelTime(1, 4.0)}
+
+    monkeypatch.setattr(npu_measure, "profiled", profiled)
+    found = npu_measure.on_chip([("x", "g"), ("y", "h")], tmp_path)
+    assert found["elapsed_ms"] == {"forward": 1.0, "bwd_fwd": 2.0, "bwd_bwd": 5.0}
+    if profiler:
+        assert profiled_calls == [6, 6] and "profile_error" not in found
+        assert found["device_ms"] == {"bwd_fwd": 1.5, "bwd_bwd": 4.0}
+        assert found["kernels"]["bwd_bwd"] == {"_products_kernel": {"launches": 1, "ms": 4.0}}
+    else:
+        assert found["device_ms"] == {"bwd_fwd": 2.0, "bwd_bwd": 5.0} and found["profile_error"] == "left 0 files"
+
+
+def test_report_without_times_by_kernel(tmp_path):
+    none = {"kernels": {"bwd_fwd": {}, "bwd_bwd": {}}, "profile_error": "left 0 files"}
+    assert written(tmp_path, [result(SHAPE, {"bwd_fwd": 2.5, "bwd_bwd": 4.0}, **none)]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert f"where it failed: {SHAPE}, left 0 files" in text and f"| bwd_fwd {SHAPE} | 2.500 |" in text
+    assert not list((tmp_path / "calibration").iterdir())
 
 
 def test_errors_above_the_standard_are_named(monkeypatch):
