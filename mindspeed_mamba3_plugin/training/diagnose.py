@@ -91,8 +91,8 @@ def _relative_error(given: Tensor, wanted: Tensor) -> float:
     """Relative L2 error over all tensor-parallel ranks' shares; infinite where something is not finite."""
     from megatron.core import parallel_state
 
-    given, wanted = given.double(), wanted.double()
-    squares = torch.stack([(given - wanted).square().sum(), wanted.square().sum()]).float()
+    device, given, wanted = given.device, given.cpu().double(), wanted.cpu().double()  # NPUs do not calculate in fp64
+    squares = torch.stack([(given - wanted).square().sum(), wanted.square().sum()]).float().to(device)
     dist.all_reduce(squares, group=parallel_state.get_tensor_model_parallel_group())
     error, size = squares.tolist()
     return math.sqrt(error / max(size, 1e-30)) if math.isfinite(error) else math.inf
