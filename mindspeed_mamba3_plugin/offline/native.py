@@ -7,6 +7,7 @@ This tests the Ascend lowering itself, with correct bf16. Needs triton-ascend an
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import shutil
 import subprocess
@@ -54,7 +55,8 @@ void memrefCopy(int64_t width, Any *from, Any *to) {
 """
 
 # Library functions of the NPU compiler, by their meaning.
-_CUMSUM = """  func.func private @{name}(%x: {type}, %axis: i32, %reverse: i1) -> {type} {{
+_CUMSUM = """  func.func private @{name}(%tile: {tile}, %axis: i32, %reverse: i1) -> {tile} {{
+    {flatten}
     %c0 = arith.constant 0 : index
     %c1 = arith.constant 1 : index
     %rows = arith.constant {rows} : index
@@ -75,10 +77,11 @@ _CUMSUM = """  func.func private @{name}(%x: {type}, %axis: i32, %reverse: i1) -
       }}
       scf.yield %s : {type}
     }}
-    return %r : {type}
+    {restore}
+    return %result : {tile}
   }}"""
 _CUMSUM_CALL = re.compile(
-    r"  func\.func private @(triton_cumsum\w*)\((tensor<(\d+)x(\d+)x(\w+)>), i32, i1\) -> tensor<[^>]*>"
+    r"  func\.func private @(triton_cumsum\w*)\((tensor<((?:\d+x)+)(\w+)>), i32, i1\) -> tensor<[^>]*>"
 )
 
 _RSQRT = re.compile(r"^( *)(%\w+) = math\.rsqrt (%\w+) : (\S+)$", re.M)
@@ -157,8 +160,17 @@ def _memref(t: torch.Tensor) -> list:
 
 
 def _cumsum(call: re.Match) -> str:
-    name, kind, rows, columns, element = call.groups()
-    return _CUMSUM.format(name=name, type=kind, rows=rows, columns=columns, last=int(rows) - 1, element=element)
+    """The sum along the first axis, of a tile of two axes or more."""
+    name, tile, sizes, element = call.groups()
+    rows, *rest = map(int, sizes.split("x")[:-1])
+    columns = math.prod(rest)
+    flat = f"tensor<{rows}x{columns}x{element}>"
+    groups = f"[[0], {list(range(1, len(rest) + 1))}]"
+    return _CUMSUM.format(
+        name=name, tile=tile, type=flat, rows=rows, columns=columns, last=rows - 1, element=element,
+        flatten=f"%x = tensor.collapse_shape %tile {groups} : {tile} into {flat}",
+        restore=f"%result = tensor.expand_shape %r {groups} output_shape {[rows, *rest]} : {flat} into {tile}",
+    )  # fmt: skip
 
 
 def _rsqrt(operation: re.Match) -> str:

@@ -18,6 +18,7 @@ from . import registry
 from .checks import checked
 from .sums import running_sum
 from .triton import ascend
+from .triton.ascend.decay import spread
 from .triton.ascend.gate import GateGradients, gate_bwd
 from .triton.ascend.products import outputs, products
 from .triton.ascend.rotate import rotate, rotate_bwd
@@ -98,7 +99,7 @@ class Call:
     sin: Tensor
     scale: Tensor  # s [c, H, C]
     decay: Tensor  # exp(segsum) below the diagonal, 0 elsewhere [c, H, C, C]
-    mixing: Tensor  # [c, H, C, RP C]
+    mixing: Tensor  # [c, H, M, M]
     carry_in: Tensor  # [c, H, C]
     to_end: Tensor  # exp(dA_cs_rev) [c, H, C]
     whole: Tensor  # [c, H]
@@ -205,7 +206,7 @@ def prepare(
         sin=F.pad(torch.sin(theta), pad).contiguous(),
         scale=scale,
         decay=decay,
-        mixing=mixing.repeat(1, 1, 1, plan.RP),
+        mixing=spread(mixing, plan),
         carry_in=torch.exp(log_in).contiguous(),
         to_end=torch.exp(layout.steps(dA_cs_rev)),
         whole=torch.exp(log_in.gather(2, layout.ends.expand(-1, log_in.shape[1], 1))).squeeze(2).contiguous(),
@@ -240,8 +241,8 @@ def through_the_scan(call: Call, rows: Rows, behind: GateGradients) -> ScanGradi
         rows.q, rows.k, rows.v, rows.v_out, behind.do, behind.do_in, rows.states, dstates, call.mixing, plan
     )
     dv, dmimo_v, dcarry_out = values_bwd(x, chunks, plan, dv_inside, dv_carried, behind.do, call.carry_out)
-    dQ, dK, dq_bias, dk_bias, dtheta = rotate_bwd(x, chunks, plan, dq, dk, rows.q, rows.k, call.cos, call.sin)
-    W = dmixing.unflatten(-1, (plan.RP, plan.C)).sum(-2)
+    dQ, dK, dq_bias, dk_bias, dtheta = rotate_bwd(x, chunks, plan, dq, dk, call.cos, call.sin)
+    W = dmixing.unflatten(-1, (plan.RP, plan.C)).unflatten(-3, (plan.RP, plan.C)).sum((-2, -4))
     from_state = (behind.do.float() * rows.carried).unflatten(2, (plan.RP, plan.C)).sum((2, 4))
     every = dwhole.sum(-1)[..., None].expand_as(from_state)
     steps = layout.back_to_steps

@@ -32,6 +32,7 @@ class Plan:
     state_rows: int  # rows of the state that one program of a scan carries
     cube_cores: int  # upper bound of programs of a kernel with products; 0 is one program a task
     vector_cores: int  # the same for element-wise kernels
+    cut_tiles: bool  # whether a tile can be cut (an extension of triton-ascend)
     cube: dict[str, int]  # launch options of kernels with products alone
     mixed: dict[str, int]  # and of those with element-wise work beside them
 
@@ -46,6 +47,10 @@ class Plan:
     def tokens(self, width: int) -> int:
         """Tokens of a [RP, tokens, width] tile in an element-wise kernel; divides C."""
         return max(1, min(self.C, self.tile_elements // (self.RP * width)))
+
+    def heads(self, heads: int, width: int) -> int:
+        """Heads of a tile of an element-wise kernel with `width` elements a head; a power of 2."""
+        return max(1, min(next_power_of_2(heads), self.tile_elements // width))
 
     def cube_grid(self, tasks: int) -> tuple[int]:
         return (min(tasks, self.cube_cores or tasks),)
@@ -102,13 +107,13 @@ def plain_plan(N: int, P: int, R: int, dtype: torch.dtype, target: str) -> Plan:
         # gives all element-wise work to the first of a cube core's two vector cores.
         mixed = {"limit_auto_multi_buffer_only_for_local_buffer": True}
         tile = 2048 if dtype == torch.float32 else 4096
-        return Plan(dtype, _ascend_tokens(N, P, R, dtype), RP, NH, PP, tile, 32, *_ascend_cores(), {}, mixed)
+        return Plan(dtype, _ascend_tokens(N, P, R, dtype), RP, NH, PP, tile, 32, *_ascend_cores(), True, {}, mixed)
     if target == "cuda":
         # One program does one task: loading a next one ahead would only take up shared memory.
         once = {"num_stages": 1}
-        return Plan(dtype, max(16, 64 // RP), RP, NH, PP, 4096, 16, 0, 0, once, once)
+        return Plan(dtype, max(16, 64 // RP), RP, NH, PP, 4096, 16, 0, 0, False, once, once)
     # The interpreter is fastest with few, large programs.
-    return Plan(dtype, max(16, 128 // RP), RP, NH, PP, 1 << 20, 16, 0, 0, {}, {})
+    return Plan(dtype, max(16, 128 // RP), RP, NH, PP, 1 << 20, 16, 0, 0, False, {}, {})
 
 
 @dataclass(frozen=True)
@@ -170,8 +175,10 @@ def gpu_plan(N: int, P: int, R: int, dtype: torch.dtype, capability: int) -> Gpu
         )
     C, NW, PW = max(1, rows // RP), min(NH, width), min(PP, width)
     how = {"num_warps": 4}
+    # With small states 168 registers spill little, and let a third program onto a multiprocessor.
+    backward = how | {"maxnreg": 168} if dtype != torch.float32 and max(2 * NH, PP) <= 64 else how
     store = torch.float32 if dtype == torch.float32 else torch.float16
-    return GpuPlan(C, RP, NH // NW, NW, PP // PW, PW, how, how, how, how, store)
+    return GpuPlan(C, RP, NH // NW, NW, PP // PW, PW, how, how, backward, backward, store)
 
 
 def _shared_bytes(M: int, NH: int, PP: int, size: int) -> int:

@@ -87,7 +87,7 @@ def bwd_bwd(x: Inputs, residuals: Residuals) -> Gradients:
     )
     dv, dmimo_v, dcarry_out = values_bwd(x, chunks, plan, dv_inside, dv_carried, behind.do, rows.carry_out)
     dadt, dgamma, ds = decay_bwd(x, chunks, plan, dmixing, behind.dcarry_in, dcarry_out, dwhole)
-    dQ, dK, dq_bias, dk_bias, dtheta = rotate_bwd(x, chunks, plan, dq, dk, rows.q, rows.k, rows.cos, rows.sin)
+    dQ, dK, dq_bias, dk_bias, dtheta = rotate_bwd(x, chunks, plan, dq, dk, rows.cos, rows.sin)
     dangles, ddt, dtrap = angles_bwd(x, chunks, plan, dtheta, dturn, dgamma, ds)
     return Gradients(
         dQ, dK, dv, dadt, ddt, dtrap, dq_bias, dk_bias, dmimo_v, behind.dmimo_z, behind.dmimo_out, dangles,

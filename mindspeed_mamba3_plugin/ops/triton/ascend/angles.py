@@ -18,60 +18,108 @@ _PI = tl.constexpr(3.141592653589793)
 
 
 @triton.jit
-def _angles_kernel(
-    angles, dt, table, bounds, cos, sin, final, tasks, H, S,
-    C: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, NH: tl.constexpr,
+def _turns_kernel(
+    angles, dt, table, local, coarse, fine, tasks, blocks, H, S,
+    C: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, NH: tl.constexpr, HB: tl.constexpr,
 ):  # fmt: skip
     t = tl.arange(0, C)
-    n = tl.arange(0, AP)
+    token = t[:, None, None]
+    n = tl.arange(0, AP)[None, None, :]
+    col = tl.arange(0, AP)[None, :]
     for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        task = tl.cast(i, tl.int64)
-        h = task % H
-        sequence = task // H
-        turn = tl.zeros((1, AP), dtype=tl.float32)
-        rest = tl.zeros((1, AP), dtype=tl.float32)
+        chunk = tl.cast(i // blocks, tl.int64)
+        h = (i % blocks) * HB + tl.arange(0, HB)
+        head = h[None, :, None]
+        start = tl.load(table + chunk * 4).to(tl.int64)
+        reach = tl.load(table + chunk * 4 + 1)
+        batch = tl.load(table + chunk * 4 + 3).to(tl.int64)
+        step = tl.load(
+            dt + (batch * H + h[:, None]) * S + start - batch * S + t[None, :],
+            mask=(h[:, None] < H) & (t[None, :] < reach),
+            other=0.0,
+        ).to(tl.float32)
+        known = (head < H) & (n < A)
+        place = (start + token) * (H * A) + head * A + n
+        angle = tl.load(angles + place, mask=known & (token < reach), other=0.0).to(tl.float32)
+        turns = wrap(tanh(angle) * tl.trans(step)[:, :, None])
+        # Multiples of 2^-12 add up exactly, and what they leave is too small to lose bits that count.
+        rounded = tl.floor(turns * 4096.0 + 0.5) * (1.0 / 4096.0)
+        rest = tl.cumsum(turns - rounded, axis=0)
+        whole = tl.cumsum(rounded, axis=0)
+        tl.store(local + ((chunk * H + head) * C + token) * NH + n, wrap(whole) + rest, mask=known)
+        at_end = token == C - 1
+        out = (chunk * H + h[:, None]) * A + col
+        known = (h[:, None] < H) & (col < A)
+        tl.store(coarse + out, tl.sum(tl.where(at_end, whole, 0.0), axis=0), mask=known)
+        tl.store(fine + out, tl.sum(tl.where(at_end, rest, 0.0), axis=0), mask=known)
+
+
+@triton.jit
+def _turn_scan_kernel(coarse, fine, bounds, turns, final, tasks, width, W: tl.constexpr):
+    blocks = tl.cdiv(width, W)
+    for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        w = (i % blocks) * W + tl.arange(0, W)
+        here = w < width
+        sequence = tl.cast(i // blocks, tl.int64)
+        turn = tl.zeros((W,), dtype=tl.float32)
+        rest = tl.zeros((W,), dtype=tl.float32)
         for chunk in range(tl.load(bounds + sequence), tl.load(bounds + sequence + 1)):
-            start = tl.load(table + chunk * 4).to(tl.int64)
-            batch = tl.load(table + chunk * 4 + 3).to(tl.int64)
-            here = t < tl.load(table + chunk * 4 + 1)
-            step = tl.load(dt + (batch * H + h) * S + start - batch * S + t, mask=here, other=0.0).to(tl.float32)
-            angle = tl.load(
-                angles + (start + t[:, None]) * (H * A) + h * A + n[None, :],
-                mask=here[:, None] & (n[None, :] < A),
-                other=0.0,
-            ).to(tl.float32)
-            turns = wrap(tanh(angle) * step[:, None])
-            # Multiples of 2^-12 add up exactly, and what they leave is too small to lose bits that count.
-            coarse = tl.floor(turns * 4096.0 + 0.5) * (1.0 / 4096.0)
-            fine = tl.cumsum(turns - coarse, axis=0)
-            coarse = tl.cumsum(coarse, axis=0)
-            theta = wrap(turn + (wrap(coarse) + fine)) * _PI
-            out = ((chunk * H + h) * C + t[:, None]) * NH + n[None, :]
-            tl.store(cos + out, tl.cos(theta), mask=n[None, :] < A)
-            tl.store(sin + out, tl.sin(theta), mask=n[None, :] < A)
+            at = tl.cast(chunk, tl.int64) * width + w
+            tl.store(turns + at, turn, mask=here)
             # Two-sum of the chunk's turns: what `turn` cannot hold stays in `rest`.
-            at_end = (t == C - 1)[:, None]
-            more = wrap(tl.sum(tl.where(at_end, coarse, 0.0), axis=0)[None, :])
-            more += tl.sum(tl.where(at_end, fine, 0.0), axis=0)[None, :] + rest
+            more = wrap(tl.load(coarse + at, mask=here, other=0.0))
+            more += tl.load(fine + at, mask=here, other=0.0) + rest
             total = turn + more
             part = total - turn
             rest = (turn - (total - part)) + (more - part)
             turn = wrap(total)
-        tl.store(final + task * A + n[None, :], (turn - 2.0 * tl.floor(0.5 * turn)) * _PI, mask=n[None, :] < A)
+        tl.store(final + sequence * width + w, (turn - 2.0 * tl.floor(0.5 * turn)) * _PI, mask=here)
+
+
+@triton.jit
+def _angles_kernel(
+    turns, cos, sin, tasks, H, C: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, NH: tl.constexpr, HB: tl.constexpr
+):  # fmt: skip
+    token = tl.arange(0, C)[None, :, None]
+    n = tl.arange(0, AP)[None, None, :]
+    every = tl.arange(0, NH)[None, None, :]
+    for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        task = tl.cast(i, tl.int64) * HB + tl.arange(0, HB)[:, None, None]
+        known = (task < H) & (n < A)
+        place = (task * C + token) * NH
+        turn = tl.load(turns + task * A + n, mask=known, other=0.0)
+        theta = wrap(turn + tl.load(cos + place + n, mask=known, other=0.0)) * _PI
+        tl.store(cos + place + n, tl.cos(theta), mask=known)
+        tl.store(sin + place + n, tl.sin(theta), mask=known)
+        if A < NH:  # not rotated
+            rest = (task < H) & (every >= A)
+            tl.store(cos + place + every, tl.full((HB, C, NH), 1.0, dtype=tl.float32), mask=rest)
+            tl.store(sin + place + every, tl.zeros((HB, C, NH), dtype=tl.float32), mask=rest)
 
 
 def angles(x: Inputs, chunks: Chunks, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     """Returns fp32 cos and sin [chunks, H, C, NH] (1 and 0 where nothing is rotated) and the last angle of each
     sequence [sequences, H, A], in [0, 2 pi]."""
     H, S, A = x.V.shape[2], x.Q.shape[1], x.Angles.shape[3]
-    cos = torch.ones(chunks.count, H, plan.C, plan.NH, dtype=torch.float32, device=x.V.device)
-    sin = torch.zeros_like(cos)
+    cos = torch.empty(chunks.count, H, plan.C, plan.NH, dtype=torch.float32, device=x.V.device)
+    sin = torch.empty_like(cos)
     final = torch.empty(chunks.sequences, H, A, dtype=torch.float32, device=x.V.device)
-    tasks = chunks.sequences * H
-    _angles_kernel[plan.vector_grid(tasks)](
-        x.Angles, x.DT, chunks.table, chunks.bounds, cos, sin, final, tasks, H, S,
-        C=plan.C, A=A, AP=next_power_of_2(A), NH=plan.NH,
-    )  # fmt: skip
+    coarse = torch.empty(chunks.count, H, A, dtype=torch.float32, device=x.V.device)
+    fine, turns = torch.empty_like(coarse), chunks.new(coarse, torch.float32)
+    AP = next_power_of_2(A)
+    HB = plan.heads(H, plan.C * max(8, AP))
+    blocks = -(-H // HB)
+    tasks = chunks.count * blocks
+    _turns_kernel[plan.vector_grid(tasks)](
+        x.Angles, x.DT, chunks.table, cos, coarse, fine, tasks, blocks, H, S, C=plan.C, A=A, AP=AP, NH=plan.NH, HB=HB
+    )
+    W = min(256, next_power_of_2(H * A))
+    lines = chunks.sequences * -(-H * A // W)
+    _turn_scan_kernel[plan.vector_grid(lines)](coarse, fine, chunks.bounds, turns, final, lines, H * A, W=W)
+    heads = chunks.count * H
+    HB = plan.heads(heads, 2 * plan.C * max(8, AP))
+    tasks = -(-heads // HB)
+    _angles_kernel[plan.vector_grid(tasks)](turns, cos, sin, tasks, heads, C=plan.C, A=A, AP=AP, NH=plan.NH, HB=HB)
     return cos, sin, final
 
 

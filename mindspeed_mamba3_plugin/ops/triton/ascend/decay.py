@@ -13,9 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...types import Inputs
-from ..blocks import sigmoid
+from ..blocks import narrow, sigmoid
 from ..chunks import Chunks
 from ..plan import Plan
+
+# Where mixing is kept in fp16, this keeps it above the smallest numbers and below the largest.
+MIXING_UNIT = tl.constexpr(16.0)
 
 
 @triton.jit
@@ -55,8 +58,15 @@ def _decay_kernel(
         a, _, _, gamma, s = load_steps(adt, dt, trap, table, task // H, h, H, S, t)
         inside = tl.exp(segment_sums(a, row, col)) * s[None, :]
         mix = tl.where(col < row, inside, tl.where(col == row, gamma[:, None], 0.0))
+        wide = tl.broadcast_to(narrow(mix * MIXING_UNIT, mixing.dtype.element_ty)[:, None, :], (C, R, C))
+        place = (
+            task * (R * C * R * C)
+            + t[:, None, None] * (R * C)
+            + tl.arange(0, R)[None, :, None] * C
+            + t[None, None, :]
+        )
         for r in tl.static_range(R):
-            tl.store(mixing + task * (C * R * C) + t[:, None] * (R * C) + r * C + t[None, :], mix)
+            tl.store(mixing + place + r * (C * R * C), wide)
         before = tl.sum(tl.where(col <= row, a[None, :], 0.0), axis=1)
         after = tl.sum(tl.where(col > row, a[None, :], 0.0), axis=1)
         tl.store(carry_in + task * C + t, tl.exp(before))
@@ -64,12 +74,22 @@ def _decay_kernel(
         tl.store(whole + task, tl.exp(tl.sum(a, axis=0)))
 
 
+def mixing_dtype(plan: Plan) -> torch.dtype:
+    """fp16 for 16-bit operands: of a number from 0 on it keeps more bits than they have."""
+    return torch.float32 if plan.dtype == torch.float32 else torch.float16
+
+
+def spread(mixing: Tensor, plan: Plan) -> Tensor:
+    """mixing [chunks, H, C, C] as the products take it: for every pair of ranks, [chunks, H, M, M]."""
+    return (mixing * MIXING_UNIT.value).to(mixing_dtype(plan)).repeat(1, 1, plan.RP, plan.RP)
+
+
 def decay(x: Inputs, chunks: Chunks, plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns fp32 mixing [chunks, H, C, RP C] (one copy per rank), carry_in and carry_out [chunks, H, C] and
+    """Returns mixing as `spread` has it, [chunks, H, M, M], and in fp32 carry_in and carry_out [chunks, H, C] and
     whole [chunks, H]."""
     H, S = x.V.shape[2], x.Q.shape[1]
     shape = (chunks.count, H, plan.C)
-    mixing = torch.empty(*shape, plan.M, dtype=torch.float32, device=x.V.device)
+    mixing = torch.empty(*shape[:2], plan.M, plan.M, dtype=mixing_dtype(plan), device=x.V.device)
     carry_in = torch.empty(shape, dtype=torch.float32, device=x.V.device)
     carry_out = torch.empty_like(carry_in)
     whole = torch.empty(shape[:2], dtype=torch.float32, device=x.V.device)

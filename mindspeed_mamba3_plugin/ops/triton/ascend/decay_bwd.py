@@ -24,6 +24,7 @@ def _decay_bwd_kernel(
 ):  # fmt: skip
     t = tl.arange(0, C)
     n = tl.arange(0, NH)
+    ranks = tl.arange(0, RP)[None, :, None]
     row = t.to(tl.float32)[:, None]
     col = t.to(tl.float32)[None, :]
     for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
@@ -31,9 +32,11 @@ def _decay_bwd_kernel(
         h = task % H
         chunk = task // H
         a, _, _, _, s = load_steps(adt, dt, trap, table, chunk, h, H, S, t)
-        dmix = tl.zeros((C, C), dtype=tl.float32)
+        pairs = tl.zeros((C, RP, C), dtype=tl.float32)
+        block = task * (RP * C * RP * C) + t[:, None, None] * (RP * C) + ranks * C + t[None, None, :]
         for r in range(0, RP):
-            dmix += tl.load(dmixing + task * (C * RP * C) + t[:, None] * (RP * C) + r * C + t[None, :])
+            pairs += tl.load(dmixing + block + r * (C * RP * C)).to(tl.float32)
+        dmix = tl.sum(pairs, axis=1)
         inside = tl.where(col < row, tl.exp(segment_sums(a, row, col)) * dmix, 0.0)
         after = tl.exp(tl.sum(tl.where(col > row, a[None, :], 0.0), axis=1))
         from_state = tl.load(dcarry_out + task * C + t)

@@ -115,7 +115,17 @@ def _gate_bwd_kernel(
         reach = tl.load(table + chunk * 4 + 1)
         rank = (h * R + r) * P + p
         known = (r < R) & (p < P)
-        up = tl.load(mimo_v + rank, mask=known, other=0.0).to(tl.float32)
+        # What multiplies a tile is multiplied together before, where it is one row a rank.
+        if HAS_D:
+            skip = tl.load(d + h).to(tl.float32)
+            up = skip * tl.load(mimo_v + rank, mask=known, other=0.0).to(tl.float32)
+        if REDUCE:
+            down = tl.load(mimo_out + rank, mask=known, other=0.0).to(tl.float32)
+        if HAS_Z:
+            up_z = tl.load(mimo_z + rank, mask=known, other=0.0).to(tl.float32)
+            back_z = up_z * down if REDUCE else up_z
+        if WEIGHT:
+            weight = tl.load(norm_weight + h * P + p, mask=p < P, other=0.0).to(tl.float32)
         sum_out = tl.zeros((RP, PP), dtype=tl.float32)
         sum_z = tl.zeros((RP, PP), dtype=tl.float32)
         sum_weight = tl.zeros((RP, PP), dtype=tl.float32)
@@ -126,62 +136,69 @@ def _gate_bwd_kernel(
             seen = (t < reach) & (p < P)
             source = ((start + t) * H + h) * P + p
             place = (task * RP * C + r * C + t) * PP + p
-            rows = tl.load(v + source, mask=seen, other=0.0).to(tl.float32) * up
-            o, from_state = _output_rows(inside, carried, carry_in, d, task, h, place, t, rows, C, HAS_D)
+            carry = tl.load(carry_in + task * C + t) + tl.zeros((1, BT, PP), dtype=tl.float32)
+            from_state = tl.load(carried + place) * carry
+            y = tl.load(inside + place) + from_state
+            if HAS_D:
+                value = tl.load(v + source, mask=seen, other=0.0).to(tl.float32)
+                y += value * up
             if REDUCE:
                 g = tl.load(grad_out + source, mask=seen, other=0.0).to(tl.float32)
-                down = tl.load(mimo_out + rank, mask=known, other=0.0).to(tl.float32)
-                dy = g * down
             else:
-                dy = tl.load(grad_out + (((start + t) * R + r) * H + h) * P + p, mask=seen & (r < R), other=0.0).to(
-                    tl.float32
-                )
-            y = o
+                of_rank = (((start + t) * R + r) * H + h) * P + p
+                g = tl.load(grad_out + of_rank, mask=seen & (r < R), other=0.0).to(tl.float32)
             if NORM:
-                rstd = tl.rsqrt(tl.sum(o * o, axis=2)[:, :, None] / P + eps)
-                y = o * rstd
+                rstd = tl.rsqrt(tl.sum(y * y, axis=2)[:, :, None] / P + eps)
+                y *= rstd
+                unit = y
             if WEIGHT:
-                weight = tl.load(norm_weight + h * P + p, mask=p < P, other=0.0).to(tl.float32)
                 y *= weight
+            # Through out = sum_r down y silu(x), x = z up_z
+            dy = g
             if HAS_Z:
                 zr = tl.load(z + source, mask=seen, other=0.0).to(tl.float32)
-                up_z = tl.load(mimo_z + rank, mask=known, other=0.0).to(tl.float32)
-                open_ = sigmoid(zr * up_z)
-                silu = zr * up_z * open_
+                x = zr * up_z
+                open_ = sigmoid(x)
+                silu = x * open_
+                dsilu = y * g
                 if REDUCE:
-                    sum_out += tl.sum(g * (y * silu), axis=1)
-                dgate = dy * y * (open_ + silu * (1.0 - open_))
-                sum_z += tl.sum(dgate * zr, axis=1)
+                    sum_out += tl.sum(dsilu * silu, axis=1)
+                dx = dsilu * (open_ + silu - silu * open_)
+                sum_z += tl.sum(dx * zr, axis=1)
                 target = ((start + row[:, None]) * H + h) * P + col
                 tl.store(
                     dz + target,
-                    narrow(tl.sum(dgate * up_z, axis=0), dz.dtype.element_ty),
+                    narrow(tl.sum(dx * back_z, axis=0), dz.dtype.element_ty),
                     mask=(row[:, None] < reach) & (col < P),
                 )
-                dy *= silu
+                dy = silu * dy
             elif REDUCE:
-                sum_out += tl.sum(g * y, axis=1)
+                sum_out += tl.sum(y * g, axis=1)
+            if REDUCE:
+                dy = dy * down
             if NORM:
-                unit = o * rstd
                 if WEIGHT:
                     sum_weight += tl.sum(dy * unit, axis=1)
                     dy *= weight
                 dy = rstd * (dy - unit * (tl.sum(dy * unit, axis=2)[:, :, None] / P))
             if HAS_D:
-                sum_d += tl.sum(dy * rows, axis=1)
-            carry = tl.load(carry_in + task * C + t)
+                sum_d += tl.sum(dy * value, axis=1)
             tl.store(do + place, narrow(dy, do.dtype.element_ty))
             tl.store(do_in + place, narrow(dy * carry, do_in.dtype.element_ty))
             tl.store(dcarry_in + task * C + row, tl.sum(tl.sum(dy * from_state, axis=0), axis=1))
         own = (task * RP + ranks) * PP + col
+        rank = (h * R + ranks) * P + col
+        known = (ranks < R) & (col < P)
         if REDUCE:
             tl.store(dmimo_out + own, sum_out)
         if HAS_Z:
+            if REDUCE:
+                sum_z *= tl.load(mimo_out + rank, mask=known, other=0.0).to(tl.float32)
             tl.store(dmimo_z + own, sum_z)
         if WEIGHT:
             tl.store(dnorm_weight + own, sum_weight)
         if HAS_D:
-            tl.store(dd + own, sum_d)
+            tl.store(dd + own, sum_d * tl.load(mimo_v + rank, mask=known, other=0.0).to(tl.float32))
 
 
 class GateGradients(NamedTuple):
@@ -217,7 +234,7 @@ def gate_bwd(
     _gate_bwd_kernel[plan.vector_grid(tasks)](
         grad_out, inside, carried, carry_in, x.V, x.MIMO_V, x.D, x.Z, x.MIMO_Z, x.MIMO_Out, x.outproj_norm_weight,
         chunks.table, do, do_in, dz, dmimo_z, dmimo_out, dnorm_weight, dd, dcarry_in, tasks, H, x.norm_eps,
-        C=plan.C, R=R, RP=plan.RP, P=P, PP=plan.PP, BT=plan.tokens(4 * plan.PP), **_options(x),
+        C=plan.C, R=R, RP=plan.RP, P=P, PP=plan.PP, BT=plan.tokens(2 * plan.PP), **_options(x),
     )  # fmt: skip
     return GateGradients(
         do,

@@ -12,30 +12,27 @@ from torch import Tensor
 
 from ..blocks import dot, narrow
 from ..plan import Plan
+from .decay import MIXING_UNIT
 
 
 @triton.jit
 def _outputs_kernel(
-    q, k, v, states, mixing, inside, carried, tasks,
-    C: tl.constexpr, RP: tl.constexpr, N2: tl.constexpr, PP: tl.constexpr,
+    q, k, v, states, mixing, inside, carried, tasks, M: tl.constexpr, N2: tl.constexpr, PP: tl.constexpr
 ):  # fmt: skip
-    M: tl.constexpr = RP * C
     m = tl.arange(0, M)
-    t = tl.arange(0, C)[:, None]
+    row = m[:, None]
     n = tl.arange(0, N2)
     p = tl.arange(0, PP)[None, :]
     for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
         task = tl.cast(i, tl.int64)
-        keys = tl.load(k + task * (M * N2) + m[:, None] * N2 + n[None, :])
-        rows = tl.load(v + task * (M * PP) + m[:, None] * PP + p)
+        wide = task * (M * N2) + row * N2 + n[None, :]
+        place = task * (M * PP) + row * PP + p
+        query = tl.load(q + wide)
+        mix = tl.load(mixing + task * (M * M) + row * M + m[None, :]).to(tl.float32) * (1.0 / MIXING_UNIT)
+        scores = dot(query, tl.trans(tl.load(k + wide))) * mix
+        tl.store(inside + place, dot(narrow(scores, v.dtype.element_ty), tl.load(v + place)))
         state = tl.load(states + task * (N2 * PP) + n[:, None] * PP + p)
-        mix = tl.load(mixing + task * (C * M) + t * M + m[None, :])
-        for r in tl.static_range(RP):
-            query = tl.load(q + task * (M * N2) + (r * C + t) * N2 + n[None, :])
-            scores = narrow(dot(query, tl.trans(keys)) * mix, v.dtype.element_ty)
-            place = task * (M * PP) + (r * C + t) * PP + p
-            tl.store(inside + place, dot(scores, rows))
-            tl.store(carried + place, dot(query, state))
+        tl.store(carried + place, dot(query, state))
 
 
 def outputs(q: Tensor, k: Tensor, v: Tensor, states: Tensor, mixing: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -44,7 +41,7 @@ def outputs(q: Tensor, k: Tensor, v: Tensor, states: Tensor, mixing: Tensor, pla
     carried = torch.empty_like(inside)
     tasks = q.shape[0] * q.shape[1]
     _outputs_kernel[plan.cube_grid(tasks)](
-        q, k, v, states, mixing, inside, carried, tasks, C=plan.C, RP=plan.RP, N2=plan.N2, PP=plan.PP, **plan.mixed,
+        q, k, v, states, mixing, inside, carried, tasks, M=plan.M, N2=plan.N2, PP=plan.PP, **plan.mixed
     )  # fmt: skip
     return inside, carried
 
@@ -52,43 +49,34 @@ def outputs(q: Tensor, k: Tensor, v: Tensor, states: Tensor, mixing: Tensor, pla
 @triton.jit
 def _products_kernel(
     q, k, v, v_out, do, do_in, states, dstates, mixing, dq, dk, dv, carried, dmixing, tasks,
-    C: tl.constexpr, RP: tl.constexpr, N2: tl.constexpr, PP: tl.constexpr,
+    M: tl.constexpr, N2: tl.constexpr, PP: tl.constexpr,
 ):  # fmt: skip
-    M: tl.constexpr = RP * C
     m = tl.arange(0, M)
-    t = tl.arange(0, C)[:, None]
+    row = m[:, None]
     n = tl.arange(0, N2)
     p = tl.arange(0, PP)[None, :]
     for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
         task = tl.cast(i, tl.int64)
-        keys = tl.load(k + task * (M * N2) + m[:, None] * N2 + n[None, :])
-        rows = tl.load(v + task * (M * PP) + m[:, None] * PP + p)
-        rows_out = tl.load(v_out + task * (M * PP) + m[:, None] * PP + p)
-        state = tl.load(states + task * (N2 * PP) + n[:, None] * PP + p)
-        dstate = tl.load(dstates + task * (N2 * PP) + n[:, None] * PP + p)
-        mix = tl.load(mixing + task * (C * M) + t * M + m[None, :])
-        tl.store(carried + task * (M * PP) + m[:, None] * PP + p, dot(keys, dstate))
-        dkeys = dot(rows_out, tl.trans(dstate))
-        drows = tl.zeros((M, PP), dtype=tl.float32)
-        dmix = tl.zeros((C, M), dtype=tl.float32)
-        # Unrolled: a vector value carried through a loop with products keeps older compilers to one vector core.
-        for r in tl.static_range(RP):
-            query = tl.load(q + task * (M * N2) + (r * C + t) * N2 + n[None, :])
-            place = task * (M * PP) + (r * C + t) * PP + p
-            grad = tl.load(do + place)
-            grad_in = tl.load(do_in + place)
-            scores = dot(query, tl.trans(keys))
-            w = dot(grad, tl.trans(rows))
-            dmix += scores * w
-            mixed = narrow(scores * mix, v.dtype.element_ty)
-            mixed_w = narrow(w * mix, v.dtype.element_ty)
-            drows = dot(tl.trans(mixed), grad, drows)
-            dkeys = dot(tl.trans(mixed_w), query, dkeys)
-            dquery = dot(mixed_w, keys, dot(grad_in, tl.trans(state)))
-            tl.store(dq + task * (M * N2) + (r * C + t) * N2 + n[None, :], narrow(dquery, dq.dtype.element_ty))
-        tl.store(dk + task * (M * N2) + m[:, None] * N2 + n[None, :], narrow(dkeys, dk.dtype.element_ty))
-        tl.store(dv + task * (M * PP) + m[:, None] * PP + p, drows)
-        tl.store(dmixing + task * (C * M) + t * M + m[None, :], dmix)
+        wide = task * (M * N2) + row * N2 + n[None, :]
+        place = task * (M * PP) + row * PP + p
+        square = task * (M * M) + row * M + m[None, :]
+        turned = task * (N2 * PP) + n[:, None] * PP + p
+        query = tl.load(q + wide)
+        keys = tl.load(k + wide)
+        grad = tl.load(do + place)
+        scores = dot(query, tl.trans(keys))
+        w = dot(grad, tl.trans(tl.load(v + place)))
+        mix = tl.load(mixing + square).to(tl.float32) * (1.0 / MIXING_UNIT)
+        tl.store(dmixing + square, narrow(scores * w, dmixing.dtype.element_ty))
+        mixed = narrow(scores * mix, v.dtype.element_ty)
+        mixed_w = narrow(w * mix, v.dtype.element_ty)
+        dstate = tl.load(dstates + turned)
+        tl.store(carried + place, dot(keys, dstate))
+        tl.store(dv + place, dot(tl.trans(mixed), grad))
+        dkeys = dot(tl.load(v_out + place), tl.trans(dstate))
+        tl.store(dk + wide, narrow(dot(tl.trans(mixed_w), query, dkeys), dk.dtype.element_ty))
+        dquery = dot(tl.load(do_in + place), tl.trans(tl.load(states + turned)))
+        tl.store(dq + wide, narrow(dot(mixed_w, keys, dquery), dq.dtype.element_ty))
 
 
 def products(
@@ -104,10 +92,10 @@ def products(
     dk = torch.empty_like(dq)
     dv = torch.empty(v.shape, dtype=torch.float32, device=v.device)
     carried = torch.empty_like(dv)
-    dmixing = torch.empty_like(mixing)
+    dmixing = torch.empty(mixing.shape, dtype=torch.float32, device=q.device)
     tasks = q.shape[0] * q.shape[1]
     _products_kernel[plan.cube_grid(tasks)](
         q, k, v, v_out, do, do_in, states, dstates, mixing, dq, dk, dv, carried, dmixing, tasks,
-        C=plan.C, RP=plan.RP, N2=plan.N2, PP=plan.PP, **plan.mixed,
+        M=plan.M, N2=plan.N2, PP=plan.PP, **plan.mixed,
     )  # fmt: skip
     return dq, dk, dv, carried, dmixing
