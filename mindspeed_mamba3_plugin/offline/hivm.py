@@ -114,6 +114,7 @@ class _Reader:
         self.values = values
         self.types: dict[str, Buffer] = {}
         self.sources: dict[str, str] = {}
+        self.of_core: set[str] = set()  # which of a cube core's vector cores this is, and comparisons with it
         self.unknown_trips = unknown_trips
         if name.endswith("_mix_aiv"):
             self.half.split = (
@@ -160,6 +161,10 @@ class _Reader:
             self.values[result] = int(m[1])
         elif operation.startswith(("hivm.hir.get_block_idx", "hivm.hir.get_sub_block_idx")):
             self.values[result] = 0
+            if "sub_block" in operation:
+                self.of_core.add(result)
+        elif (m := re.match(r"scf\.if (%[\w-]+)", operation)) and m[1] in self.of_core:
+            self.half.split = "both cores do all"  # and one of them keeps it
         elif m := re.match(rf"memref\.(?:{_VIEWS}) (%[\w-]+)", operation):
             self.sources[result] = m[1]
             self.types[result] = _buffer(operation.rpartition(" to ")[2].rpartition(" into ")[2])
@@ -170,13 +175,15 @@ class _Reader:
             self.half.scalar_accesses += times
         elif (m := re.match(r"arith\.select %[\w-]+, (%[\w-]+), ", operation)) and m[1] in self.types:
             self.types[result] = self.types[m[1]]
-        elif m := re.match(r"arith\.(\w+) (%[\w-]+)(?:, (%[\w-]+))?", operation):
+        elif m := re.match(r"arith\.(\w+) (?:\w+, )?(%[\w-]+)(?:, (%[\w-]+))?", operation):
             self._arithmetic(result, *m.groups())
         elif m := re.match(r"hivm\.hir\.(\w+)", operation):
             self._operation(m[1], result, operation, times, depth)
 
     def _arithmetic(self, result: str, name: str, left: str, right: str | None) -> None:
         a, b = self.values.get(left), self.values.get(right or "")
+        if (name in _KEPT or name == "cmpi") and {left, right} & self.of_core:
+            self.of_core.add(result)
         if name in _KEPT and a is not None:
             self.values[result] = a
         elif (

@@ -82,7 +82,7 @@ def _transfer(work: Work, op: hivm.Op, cube: bool, cores: int) -> None:
     work.transfers += op.times
     if op.name != "load":
         return
-    row = outside.row_bytes if outside and outside.elements else size
+    row = min((b.row_bytes for b in (outside, inside) if b and b.elements), default=size)
     rows = op.times * size / row if row else 0
     if row % 32 and rows > op.times:
         work.unaligned_rows += rows

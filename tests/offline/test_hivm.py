@@ -54,3 +54,12 @@ def test_an_unplaced_buffer_and_an_unsplit_half_are_seen():
     )
     (half,) = hivm.read(text)
     assert half.unplaced == 1 and half.split == "both cores do all"
+
+
+def test_a_half_of_which_one_core_keeps_what_both_did_is_not_split():
+    guarded = MODULE.replace(
+        "    return\n",
+        "    %20 = arith.cmpi eq, %3, %arg4 : i32\n    scf.if %20 {\n    }\n    return\n",
+    )
+    assert hivm.read(MODULE)[0].split == "1:2"
+    assert hivm.read(guarded)[0].split == "both cores do all"
