@@ -88,7 +88,7 @@ def rows(shapes: Sequence[cases.Shape], version: str) -> Iterator[Row]:
 def tables(found: Sequence[Row], version: str) -> str:
     """Markdown: what fits and what does not, and how products and element-wise work meet."""
     failed = [r for r in found if r.error]
-    sizes = ", ".join(f"{n} {ON_CHIP[m]}" for m, n in (("ub", "UB"), ("cbuf", "L1"), ("cc", "L0C")))
+    sizes = ", ".join(f"{n} {ON_CHIP[m]}" for m, n in report.MEMORIES.items())
     parts = [
         f"bishengir-compile-a5 of ascendnpu-ir {version}, {ASCEND_950.arch}, bf16, with the options that "
         f"triton-ascend sets there: {len(found)} kernels at {len({r.shape for r in found})} shapes, {len(failed)} "
@@ -126,8 +126,8 @@ def _stage(kernel: str) -> str:
 def _cell(row: Row) -> str:
     if row.error:
         needs = re.search(r"(\w+) overflow, needs (\d+)", row.error)
-        names = {"ub": "UB", "cbuf": "L1", "cc": "L0C"}
-        return f"needs {needs[2]} of {names[needs[1]]}" if needs and needs[1] in names else "fails"
+        known = needs and needs[1] in report.MEMORIES
+        return f"needs {needs[2]} of {report.MEMORIES[needs[1]]}" if known else "fails"
     return str(row.used["ub"] or row.used["cc"])
 
 

@@ -12,7 +12,7 @@ from .compile_check import Row
 from .cost import Constants, estimate
 from .estimate import Stage, Verdict
 
-_NAMES = {"ub": "UB", "cbuf": "L1", "cc": "L0C"}
+MEMORIES = {"ub": "UB", "cbuf": "L1", "cc": "L0C"}
 
 
 def write(path: Path, name: str, text: str, by: str = "scripts/check_ascend_compile.py") -> None:
@@ -44,7 +44,7 @@ def compile_tables(rows: list[Row]) -> str:
         parts.append(f"ascendnpu-ir {compiler}: {len(own)} kernels ({matrix}), {len(wrong)} with a fault.")
         parts += [f"- {r.kernel}, {r.case.name}: {'; '.join(r.faults)}" for r in wrong]
     first = rows[0].compiler if rows else ""
-    sizes = ", ".join(f"{name} {hivm.ON_CHIP[memory]}" for memory, name in _NAMES.items())
+    sizes = ", ".join(f"{name} {hivm.ON_CHIP[memory]}" for memory, name in MEMORIES.items())
     for dtypes in (("bf16", "fp16"), ("fp32",)):
         own = [r for r in rows if r.compiler == first and r.case.dtype in dtypes]
         if own:
@@ -58,7 +58,7 @@ def _bytes_table(rows: list[Row]) -> str:
     shapes = [s.name for s in cases.official_shapes() if any(r.case.shape == s for r in rows)]
     lines = []
     for kernel in dict.fromkeys(r.kernel for r in rows):
-        for memory, name in _NAMES.items():
+        for memory, name in MEMORIES.items():
             cells = [
                 max((r.used.get(memory, 0) for r in rows if (r.kernel, r.case.shape.name) == (kernel, s)), default=0)
                 for s in shapes
