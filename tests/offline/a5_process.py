@@ -1,5 +1,5 @@
 """Run in the environment of the Ascend compiler: compiles for Ascend 950 the fused kernel at some shapes, once without
-its request to leave the split alone, and some of the operator's; prints what their planned HIVM shows, as JSON."""
+its request to leave the split alone, and some of the operator's; prints what their planned HIVM shows as JSON."""
 
 import json
 from dataclasses import asdict
