@@ -1,5 +1,5 @@
-"""Run in the environment of the Ascend compiler: compiles for Ascend 950 the fused kernel at some shapes, once without
-its request to leave the split alone, and some of the operator's; prints what their planned HIVM shows as JSON."""
+"""Run in the environment of the Ascend compiler: compiles for Ascend 950 the fused kernels at some shapes, one without
+its request to leave the split alone, and some of the operator's; prints what their HIVM shows as JSON."""
 
 import json
 from dataclasses import asdict
@@ -16,13 +16,13 @@ shapes = {s.name: s for s in cases.official_shapes()}
 chosen = [
     shapes[n] for n in ("N128_P64_R4_C16", "N16_P64_R4_C8", "N256_P64_R4_C8", "N128_P64_R8_C8", "N128_P64_R1_C64")
 ]
-text = fused_a5.text(32, 4, 128, 64)
+text = fused_a5.text("products", 32, 4, 128, 64)
 assert ALONE in text
 guarded = toolchain.Lowered("guarded", text.replace(ALONE, ""), fused_a5.OPTIONS)
 compiled = toolchain.compile_lowered(toolchain.Lowered("fused", text, fused_a5.OPTIONS), a5.ASCEND_950, path)
 kernels = ("_outer_kernel", "_values_kernel")
 found = {
-    "fused": {shape.name: asdict(fused_a5.examined(shape)) for shape in chosen},
+    "fused": {s: {c.name: asdict(fused_a5.examined(s, c)) for c in chosen} for s in fused_a5.STAGES},
     "guarded": asdict(a5.examined("", guarded, path)),
     "hivm": compiled.hivm,
     "plain": {row.kernel: asdict(row) for row in a5.rows(chosen[:1], "1.2.0") if row.kernel in kernels},

@@ -10,12 +10,13 @@ def found(in_ascend_environment):
     return in_ascend_environment("a5_process.py")
 
 
-def test_fused_kernel_hands_over_on_the_chip(found):
-    """At every shape: one result goes to UB, half of its rows to each core, and one operand comes from there."""
-    assert len(found["fused"]) == 5
-    for shape, row in found["fused"].items():
+@pytest.mark.parametrize(("stage", "tiles"), [("outputs", 1), ("products", 2)])
+def test_fused_kernels_hand_over_on_the_chip(found, stage, tiles):
+    """At every shape: results go to UB, half of their rows to each core, and as many operands come from there."""
+    assert len(found["fused"][stage]) == 5
+    for shape, row in found["fused"][stage].items():
         assert not row["error"], shape
-        assert (row["to_ub"], row["split"], row["to_l1"], row["one_core"]) == (1, 1, 1, 0), shape
+        assert (row["to_ub"], row["split"], row["to_l1"], row["one_core"]) == (tiles, tiles, tiles, 0), shape
         assert all(0 < used <= a5.ON_CHIP[memory] for memory, used in row["used"].items()), shape
 
 
@@ -26,6 +27,13 @@ def test_its_synchronisation_is_kept(found):
         own = [line for line in lines if line.endswith(f"flag = {flag}")]
         sets, waits = (sum(f"sync_block_{what}" in line for line in own) for what in ("set", "wait"))
         assert sets == waits > 0, flag
+
+
+def test_sums_over_the_ranks_stay_on_the_chip(found):
+    """dk and dv are multiplied onto in L0C inside the loop over ranks, and leave it once."""
+    cube = found["hivm"].split("_mix_aiv(")[0].split("scf.for")  # tasks, then ranks
+    inside, behind = cube[-1].split("sync_block_set[<CUBE>, <PIPE_M>, <PIPE_MTE3>]")
+    assert inside.count("mmadL1 {a_transpose") == 2 and behind.count("hivm.hir.fixpipe") == 2
 
 
 def test_without_its_request_one_vector_core_is_left_out(found):
