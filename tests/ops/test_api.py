@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import DEVICE, make, relative_error
+from test_kernels import FAMILIES
 
 from mindspeed_mamba3_plugin import mamba3_mimo
 from mindspeed_mamba3_plugin.ops import api, reference, registry
@@ -57,12 +58,14 @@ def test_a_flat_norm_weight_gets_a_flat_gradient():
     assert flat.grad.shape == flat.shape and flat.grad.abs().sum() > 0
 
 
-def test_gradients_for_some_inputs_only():
-    x = make(device=DEVICE)
-    v = x.V.clone().requires_grad_()
-    call(replace(x, V=v), backward_kernel="triton").sum().backward()
-    assert relative_error(v.grad, reference.backward(x, torch.ones_like(x.V)).dv) < 1e-4
-    assert x.Q.grad is None
+@pytest.mark.parametrize("name", TENSOR_ARGS)
+def test_a_gradient_for_one_input_only(name):
+    x = make(S=20, norm=True, device=DEVICE)
+    leaf = getattr(x, name).clone().requires_grad_()
+    call(replace(x, **{name: leaf}), backward_kernel="triton").sum().backward()
+    true = reference.backward(x, torch.ones_like(x.V))[TENSOR_ARGS.index(name)]
+    assert relative_error(leaf.grad, true) < 1e-4
+    assert all(t.grad is None for other, t in zip(TENSOR_ARGS, x.tensors, strict=True) if other != name)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -80,16 +83,27 @@ def test_checkpointing_gives_the_same_bits(use_reentrant):
         assert torch.equal(getattr(plain, name).grad, getattr(kept, name).grad), name
 
 
-def test_inputs_need_not_be_contiguous():
-    x = make(device=DEVICE)
-    spread = replace(
-        x,
-        Angles=x.Angles[:, :, :1].expand_as(x.Angles),
-        Q=x.Q.transpose(1, 4).contiguous().transpose(1, 4),
-        ADT=x.ADT.transpose(1, 2).contiguous().transpose(1, 2),
-    )
-    dense = replace(spread, Angles=spread.Angles.contiguous(), Q=x.Q, ADT=x.ADT)
-    assert torch.equal(call(spread, forward_kernel="triton"), call(dense, forward_kernel="triton"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inputs_and_their_gradient_need_not_be_contiguous(family):
+    """Every input reversed in memory, one of them expanded, and a gradient of the output expanded from a scalar."""
+    kernels = {"forward_kernel": family, "backward_kernel": family}
+    x = make(S=20, norm=True, device=DEVICE)
+    x = replace(x, Angles=x.Angles[:, :, :1].expand_as(x.Angles))
+
+    def reversed_in_memory(t: torch.Tensor) -> torch.Tensor:
+        order = tuple(reversed(range(t.ndim)))
+        return t.permute(order).contiguous().permute(order)
+
+    dense = leaves(replace(x, Angles=x.Angles.contiguous()))
+    spread = {n: reversed_in_memory(t) for n, t in zip(TENSOR_ARGS, x.tensors, strict=True)}
+    spread = replace(x, **{n: t.requires_grad_() for n, t in {**spread, "Angles": x.Angles.detach()}.items()})
+    assert not any(t.is_contiguous() for t in (spread.Q, spread.V, spread.ADT, spread.Angles))
+    out, expected = call(spread, **kernels), call(dense, **kernels)
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    expected.backward(torch.ones_like(expected))
+    for name, a, b in zip(TENSOR_ARGS, spread.tensors, dense.tensors, strict=True):
+        assert torch.equal(a.grad, b.grad), name
 
 
 @pytest.mark.parametrize("kernel", ["reference", "triton"])

@@ -115,24 +115,6 @@ def test_options_in_fp32(family, small_tiles, options):
     check(family, make(**options, return_state=True, device=DEVICE))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"R": 4, "norm": True}, {"R": 1, "reduce": False}])
-def test_low_precision(request, family, options, dtype):
-    """Errors pooled over independent inputs: a parameter gradient of few elements scatters around the standard."""
-    if family.__name__.endswith(".gpu") and dtype == torch.bfloat16:
-        reason = "gradients of the GPU family are up to 0.64 % off in bf16 (docs/kernels.md), the standard is 0.5 %"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
-    pooled = dict.fromkeys(("out", *GRADIENT_NAMES), 0.0)
-    seeds = range(3)
-    for seed in seeds:
-        x = make(1, 100, N=32, P=32, **options, dtype=dtype, device=DEVICE, seed=seed)
-        found = compare(family, x)
-        for name, error in {"out": found.out, **found.gradients}.items():
-            pooled[name] += error**2 / len(seeds)
-    bad = {n: e**0.5 for n, e in pooled.items() if not e**0.5 < GRADIENT_BOUND[dtype]}
-    assert not bad, bad
-
-
 def test_the_callers_chunk_size_does_not_matter(family):
     x = make(S=40, device=DEVICE)
     results = [family.forward(replace(x, chunk_size=c))[0] for c in (8, 64)]
