@@ -70,13 +70,13 @@ def bwd_fwd(x: Inputs, grad_out: Tensor) -> tuple[dict[str, Tensor | None], Resi
     entering = states.own(x, plan, chunks, at, None, None)
     states.scan_forward(entering, at, chunks, False)
     found = sink_gradients(x, plan, chunks, at, entering, grad_out)
-    bias, psi, zeta, weight, skip = over_chunks(found.pop("part")).split((R * N, R * P, R * P, R * P, 1), dim=-1)
+    bias, psi, zeta, weight, skip = over_chunks(found.pop("part")).split((R * N, R * P, R * P, R * P, 4), dim=-1)
     grads = {
         "dq": over_heads(found.pop("dq"), x),
         "dq_bias": bias.view(H, R, N),
         "dmimo_z": None if x.Z is None else zeta.view(H, R, P),
         "dmimo_out": None if x.MIMO_Out is None else psi.view(H, R, P),
-        "dd": None if x.D is None else skip.view(H),
+        "dd": None if x.D is None else skip[:, 0],
         "dz": found["dz"],
         "dnorm_weight": None if x.outproj_norm_weight is None else weight.view(H, R, P).sum(1),
     }

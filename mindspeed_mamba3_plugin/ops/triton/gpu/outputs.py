@@ -24,6 +24,7 @@ from .tiles import (
     load_states,
     load_turn,
     load_values,
+    over_ranks,
     pin,
     pin_all,
     power2,
@@ -33,6 +34,7 @@ from .tiles import (
     rotated,
     sigmoid,
     tall,
+    token_and_rank,
 )  # fmt: skip
 
 
@@ -73,7 +75,7 @@ def _outputs_kernel(
     M: tl.constexpr = C * RP
     dtype: tl.constexpr = States.dtype.element_ty
     head, row = h.to(tl.int64) * T, tl.cast(T, tl.int64) * H
-    c, r = tl.arange(0, C)[:, None, None], tl.arange(0, RP)[None, :, None]
+    c, r = token_and_rank(C, RP)
     rows, token, inside = tl.arange(0, M), start + c, c < reach
     ok = inside & (r < R)
     turns, q_halves, k_halves, values = (), (), (), ()
@@ -99,7 +101,7 @@ def _outputs_kernel(
         v = v + (right(value[0].to(tl.float32) * value[1].to(tl.float32), dtype),)
     scores = with_skip(products(q, k, M) * mix, D, h, rows, dtype)
     ys, gates = (), ()
-    square = tl.zeros((C, RP, 1), tl.float32)
+    square = 0.0
     for u in tl.static_range(PT):
         p = columns(u, PW)
         gate = 1.0
@@ -114,7 +116,7 @@ def _outputs_kernel(
         y = by_state(q, states, u, M, NT, PT, PW) * power2(chi)[:, None]
         y = tall(dot(scores, v[u], y), RP)
         if NORM:
-            square += tl.sum(y * y, axis=2, keep_dims=True)
+            square += tl.sum(y * y, axis=3, keep_dims=True)
         ys, gates = ys + (y,), gates + (gate,)
     for u in tl.static_range(PT):
         p = columns(u, PW)
@@ -122,7 +124,7 @@ def _outputs_kernel(
         if NORM:
             y *= tl.rsqrt(square / P + eps)
         if Psi is not None:
-            put(Out, (token * H + h) * P + p, tl.sum(y, axis=1, keep_dims=True), inside & (p < P))
+            put(Out, (token * H + h) * P + p, over_ranks(y), inside & (p < P))
         else:
             put(Out, ((token * R + r) * H + h) * P + p, y, ok & (p < P))
 

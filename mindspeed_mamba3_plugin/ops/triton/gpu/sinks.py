@@ -22,6 +22,7 @@ from .tiles import (
     columns,
     core_gradient,
     cross,
+    flat,
     left,
     load,
     load_by_row,
@@ -32,28 +33,28 @@ from .tiles import (
     load_states,
     load_turn,
     load_values,
-    per_token,
+    over_ranks,
     pin,
     pin_all,
     power2,
     products,
     put,
+    put_pair_per_token,
     right,
     rotated,
     sigmoid,
     store_by_rank,
     tall,
+    token_and_rank,
 )  # fmt: skip
 
 
 @triton.jit
-def _through_scores(gb, v, scores, direct, mix, rows, RP: tl.constexpr, M: tl.constexpr, dtype: tl.constexpr):
-    """From the gradient of O to that of q k^T; and what its product with O owes to other tokens of the chunk, and to
-    all of them and D, by row."""
+def _through_scores(gb, v, scores, mix, rows, RP: tl.constexpr, M: tl.constexpr, dtype: tl.constexpr):
+    """From the gradient of O to that of q k^T, and the sum over each row of what comes from other tokens."""
     gv = products(gb, v, M)
     same = (rows // RP)[:, None] == (rows // RP)[None, :]
-    others = tl.sum(tl.where(same, 0.0, scores * gv), axis=1)
-    return pin(narrow(mix * gv, dtype)), others, tl.sum(direct.to(tl.float32) * gv, axis=1)
+    return pin(narrow(mix * gv, dtype)), tl.sum(tl.where(same, 0.0, scores * gv), axis=1)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -69,11 +70,11 @@ def _sinks_kernel(
     M: tl.constexpr = C * RP
     dtype: tl.constexpr = States.dtype.element_ty
     head, row = h.to(tl.int64) * T, tl.cast(T, tl.int64) * H
-    c, r = tl.arange(0, C)[:, None, None], tl.arange(0, RP)[None, :, None]
+    c, r = token_and_rank(C, RP)
     rows, token, inside = tl.arange(0, M), start + c, c < reach
     ok = inside & (r < R)
     task = chunk.to(tl.int64) * H + h
-    part = Part + task * (R * (N + 3 * P) + 1)
+    part = Part + task * (R * (N + 3 * P) + 4)
     turns, q_halves, k_halves, values, parts = (), (), (), (), ()
     for i in tl.static_range(NT):
         n = columns(i, NW)
@@ -104,32 +105,33 @@ def _sinks_kernel(
             g = core_gradient(pin_all(parts[u]))
             gb = gb + (left(g, dtype),)
             if D is not None:
-                d_skip += tl.sum(tl.sum(tl.sum(g * x, axis=2), axis=1), axis=0)
+                d_skip += tl.sum(tl.sum(flat(g * x), axis=1), axis=0)
     scores = products(q, k, M) * mix
     direct = with_skip(scores, D, h, rows, dtype)
     since = power2(chi)[:, None]
-    whole = tl.zeros((C, RP), tl.float32)
+    from_state = tl.zeros((M,), tl.float32)
     if not NORM:
-        gs, others, own = _through_scores(gb, v, scores, direct, mix, rows, RP, M, dtype)
+        gs, others = _through_scores(gb, v, scores, mix, rows, RP, M, dtype)
     else:
         ys, gs_core = (), ()
-        square = tl.zeros((C, RP, 1), tl.float32)
-        along = tl.zeros((C, RP, 1), tl.float32)
+        square, along = 0.0, 0.0
         for u in tl.static_range(PT):
             y = tall(dot(direct, v[u], by_state(q, states, u, M, NT, PT, PW) * since), RP)
-            square += tl.sum(y * y, axis=2, keep_dims=True)
+            square += tl.sum(y * y, axis=3, keep_dims=True)
             ys = ys + (y,)
         scale = tl.rsqrt(square / P + eps)
     for u in tl.static_range(PT):
         p = columns(u, PW)
         if not NORM:
-            y = tall(dot(direct, v[u], by_state(q, states, u, M, NT, PT, PW) * since), RP)
+            y = by_state(q, states, u, M, NT, PT, PW) * since
+            from_state += tl.sum(y * gb[u].to(tl.float32), axis=1)
+            y = tall(dot(direct, v[u], y), RP)
         up = load_out_gradient(dO, token, r, p, inside, h, H, R, P, Psi is not None).to(tl.float32)
         if Psi is not None:
-            psi = load_by_row(Psi, r, p, ok, h, R, P).to(tl.float32)
+            psi = load_by_row(Psi, token, r, p, h, R, P).to(tl.float32)
         if Z is not None:
             z = load_by_token(Z, token, p, inside, h, H, P).to(tl.float32)
-            zeta = load_by_row(Zeta, r, p, ok, h, R, P).to(tl.float32)
+            zeta = load_by_row(Zeta, token, r, p, h, R, P).to(tl.float32)
             gate = z * zeta
             sig = sigmoid(gate)
         if NORM:
@@ -139,55 +141,52 @@ def _sinks_kernel(
             if Weight is not None:
                 weight = load(Weight, h * P + p, p < P).to(tl.float32)
                 y *= weight
-                store_by_rank(part + R * (N + 2 * P), g * unit, u, P, R, P, dtype)
+                store_by_rank(part + R * (N + 2 * P), (g * unit,), 0, u, P, R, P, dtype)
                 g *= weight
-            along += tl.sum(g * unit, axis=2, keep_dims=True)
+            along += tl.sum(g * unit, axis=3, keep_dims=True)
             gs_core = gs_core + (g,)
         y *= up
-        x = y * (gate * sig) if Z is not None else y
+        sums = ()
         if Psi is not None:
-            store_by_rank(part + R * N, x, u, P, R, P, dtype)
+            sums = (y * (gate * sig) if Z is not None else y,)
             y *= psi
-            x *= psi
-        if not NORM:
-            whole += tl.sum(x, axis=2)
         if Z is not None:
             y *= sig * (1.0 + gate * (1.0 - sig))
-            store_by_rank(part + R * (N + P), y * z, u, P, R, P, dtype)
-            put(dZ, (token * H + h) * P + p, tl.sum(y * zeta, axis=1, keep_dims=True), inside & (p < P))
+            sums = sums + (y * z,)
+            put(dZ, (token * H + h) * P + p, over_ranks(y * zeta), inside & (p < P))
+        if len(sums) > 0:
+            store_by_rank(part + R * (N if Psi is not None else N + P), sums, R * P, u, P, R, P, dtype)
     if NORM:
         for u in tl.static_range(PT):
             p = columns(u, PW)
             g = scale * (gs_core[u] - ys[u] * scale * (along / P))
             put(dCore, ((token * H + h) * R + r) * P + p, g, ok & (p < P))
             gb = gb + (left(g, dtype),)
-            whole += tl.sum(ys[u] * g, axis=2)
+            y = by_state(q, states, u, M, NT, PT, PW) * since
+            from_state += tl.sum(y * gb[u].to(tl.float32), axis=1)
             if D is not None:
                 x = load_by_token(V, token, p, inside, h, H, P).to(tl.float32)
-                x *= load_by_row(Phi, r, p, ok, h, R, P).to(tl.float32)
-                d_skip += tl.sum(tl.sum(tl.sum(g * x, axis=2), axis=1), axis=0)
-        gs, others, own = _through_scores(gb, v, scores, direct, mix, rows, RP, M, dtype)
+                x *= load_by_row(Phi, token, r, p, h, R, P).to(tl.float32)
+                d_skip += tl.sum(tl.sum(flat(g * x), axis=1), axis=0)
+        gs, others = _through_scores(gb, v, scores, mix, rows, RP, M, dtype)
     tl.store(part + R * (N + 3 * P), d_skip)
-    local = tl.arange(0, C)
-    put(Sinks, head + start + local, per_token(others, C, RP), local < reach)
-    put(Sinks + row, head + start + local, tl.sum(whole, axis=1) - per_token(own, C, RP), local < reach)
+    put_pair_per_token(Sinks + head + start, others, from_state, row, reach, C, RP)
 
     for i in tl.static_range(NT):
         n = columns(i, NW)
         lo = tall(dot(gs, k[2 * i], by_state_transposed(gb, states, i, 0, M, PT, NW) * since), RP)
         hi = tall(dot(gs, k[2 * i + 1], by_state_transposed(gb, states, i, 1, M, PT, NW) * since), RP)
-        cos, sin = load_turn(Cos, Sin, head + token, n, inside, A)
-        cos = cos.to(tl.float32)
-        sin = sin.to(tl.float32)
+        turn = load_turn(Cos, Sin, head + token, n, inside, A)
+        cos = turn[0].to(tl.float32)
+        sin = turn[1].to(tl.float32)
         at = ((token * R + r) * H + h) * N + n
         x_lo = lo * cos + hi * sin
         put(dQ, at, x_lo, ok & (n < N // 2))
-        store_by_rank(part, x_lo, i, N // 2, R, N, dtype)
         x_hi = hi * cos - lo * sin
         put(dQ, at + N // 2, x_hi, ok & (n < N // 2))
-        store_by_rank(part + N // 2, x_hi, i, N // 2, R, N, dtype)
-        turn = cross(x_lo, x_hi, load_halves(Q, Q_bias, token, r, n, ok, h, H, G, R, N))
-        put(dTheta, (head + token) * A + n, turn, inside & (n < A))
+        store_by_rank(part, (x_lo, x_hi), N // 2, i, N // 2, R, N, dtype)
+        d_theta = cross(lo, hi, load_halves(Q, Q_bias, token, r, n, ok, h, H, G, R, N), turn, dtype)
+        put(dTheta, (head + token) * A + n, d_theta, inside & (n < A))
 
 
 def sink_gradients(
@@ -197,8 +196,9 @@ def sink_gradients(
 
     dq: of each head, un-rotated, [B, S, R, H, N]. d_theta: fp32 [H, T, A], share of the queries. core: gradient
     of O [B, S, H, R, P], only with a norm. dz. sinks: fp32 [2, H, T], per token the products of O and its
-    gradient, from its chunk and from the state. part: fp32 [chunks, H, R (N + 3 P) + 1], sums over each chunk for
-    Q_bias, MIMO_Out, MIMO_Z, the norm weight and D; parts of absent arguments are not written.
+    gradient, from its chunk and from the state. part: fp32 [chunks, H, R (N + 3 P) + 4], sums over each chunk for
+    Q_bias, MIMO_Out, MIMO_Z, the norm weight and D, which three unused numbers follow, so that rows are aligned;
+    parts of absent arguments are not written.
     """
     B, S, H, G, R, N, P = x.sizes
     T, A, new = B * S, N // x.rotary_dim_divisor, partial(torch.empty, device=x.Q.device)
@@ -208,7 +208,7 @@ def sink_gradients(
         "core": new(B, S, H, R, P, dtype=x.dtype) if x.fuse_norm else None,
         "dz": None if x.Z is None else new(B, S, H, P, dtype=x.Z.dtype),
         "sinks": new(2, H, T, dtype=torch.float32),
-        "part": new(chunks.count, H, R * (N + 3 * P) + 1, dtype=torch.float32),
+        "part": new(chunks.count, H, R * (N + 3 * P) + 4, dtype=torch.float32),
     }
     _sinks_kernel[(chunks.count * H,)](
         x.Q, x.K, x.Q_bias, x.K_bias, x.V, x.MIMO_V, x.Z, x.MIMO_Z, x.MIMO_Out, x.D, x.outproj_norm_weight,

@@ -32,16 +32,19 @@ from .tiles import (
     load_states,
     load_turn,
     load_values,
+    over_ranks,
     per_token,
     pin,
     pin_all,
     power2,
     products,
     put,
+    put_pair_per_token,
     right,
     rotated,
     store_by_rank,
     tall,
+    token_and_rank,
 )  # fmt: skip
 
 
@@ -59,7 +62,7 @@ def _sources_kernel(
     M: tl.constexpr = C * RP
     dtype: tl.constexpr = dStates.dtype.element_ty
     head, row = h.to(tl.int64) * T, tl.cast(T, tl.int64) * H
-    c, r = tl.arange(0, C)[:, None, None], tl.arange(0, RP)[None, :, None]
+    c, r = token_and_rank(C, RP)
     rows, token, inside = tl.arange(0, M), start + c, c < reach
     ok = inside & (r < R)
     task = chunk.to(tl.int64) * H + h
@@ -104,9 +107,9 @@ def _sources_kernel(
     vg = products(v, gb, M)
     same = local[:, None] == local[None, :]
     product = fade * (kq * vg)
-    at = head + start + sink
-    put(Sources, at, per_token(tl.sum(tl.where(same, 0.0, product), axis=1), C, RP), sink < reach)
-    put(Sources + row, at, per_token(tl.sum(tl.where(same, product, 0.0), axis=1), C, RP), sink < reach)
+    others = tl.sum(tl.where(same, 0.0, product), axis=1)
+    itself = tl.sum(tl.where(same, product, 0.0), axis=1)
+    put_pair_per_token(Sources + head + start, others, itself, row, reach, C, RP)
     mix = tl.where(same, own[:, None], fade * share[:, None])
     gs = pin(narrow(mix * vg, dtype))
     direct = with_skip(mix * kq, D, h, rows, dtype)
@@ -118,30 +121,29 @@ def _sources_kernel(
         beyond += tl.sum(dv * v[u].to(tl.float32), axis=1)
         dv = tall(dot(direct, gb[u], dv * share[:, None]), RP)
         x = dv * load_by_token(V, token, p, inside, h, H, P).to(tl.float32)
-        store_by_rank(part + R * N, x, u, P, R, P, dtype)
-        x = dv * load_by_row(Phi, r, p, ok, h, R, P).to(tl.float32)
-        put(dV, (token * H + h) * P + p, tl.sum(x, axis=1, keep_dims=True), inside & (p < P))
-    put(Sources + 2 * row, at, per_token(beyond, C, RP), sink < reach)
+        store_by_rank(part + R * N, (x,), 0, u, P, R, P, dtype)
+        x = dv * load_by_row(Phi, token, r, p, h, R, P).to(tl.float32)
+        put(dV, (token * H + h) * P + p, over_ranks(x), inside & (p < P))
+    put(Sources + 2 * row, head + start + sink, per_token(beyond, C, RP), sink < reach)
 
     weight = (share * leave)[:, None]
     for i in tl.static_range(NT):
         n = columns(i, NW)
         lo = tall(dot(gs, q[2 * i], by_state_transposed(v, states, i, 0, M, PT, NW) * weight), RP)
         hi = tall(dot(gs, q[2 * i + 1], by_state_transposed(v, states, i, 1, M, PT, NW) * weight), RP)
-        cos, sin = load_turn(Cos, Sin, head + token, n, inside, A)
-        cos = cos.to(tl.float32)
-        sin = sin.to(tl.float32)
+        turn = load_turn(Cos, Sin, head + token, n, inside, A)
+        cos = turn[0].to(tl.float32)
+        sin = turn[1].to(tl.float32)
         at = ((token * R + r) * H + h) * N + n
         x_lo = lo * cos + hi * sin
         put(dK, at, x_lo, ok & (n < N // 2))
-        store_by_rank(part, x_lo, i, N // 2, R, N, dtype)
         x_hi = hi * cos - lo * sin
         put(dK, at + N // 2, x_hi, ok & (n < N // 2))
-        store_by_rank(part + N // 2, x_hi, i, N // 2, R, N, dtype)
+        store_by_rank(part, (x_lo, x_hi), N // 2, i, N // 2, R, N, dtype)
         at = (head + token) * A + n
-        turn = load(dTheta, at, inside & (n < A))
-        turn += cross(x_lo, x_hi, load_halves(K, K_bias, token, r, n, ok, h, H, G, R, N))
-        put(dTheta, at, turn, inside & (n < A))
+        d_theta = load(dTheta, at, inside & (n < A))
+        d_theta += cross(lo, hi, load_halves(K, K_bias, token, r, n, ok, h, H, G, R, N), turn, dtype)
+        put(dTheta, at, d_theta, inside & (n < A))
 
 
 def source_gradients(

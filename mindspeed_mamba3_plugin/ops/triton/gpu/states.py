@@ -15,16 +15,18 @@ from .angles import CHI, EXIT, SHARE, Turns
 from .tiles import (
     columns,
     core_gradient,
-    left,
     load,
     load_core_parts,
     load_halves,
     load_turn,
     load_values,
+    pin,
     pin_all,
     power2,
     right,
     rotated,
+    side_by_side,
+    token_and_rank,
 )  # fmt: skip
 
 
@@ -40,7 +42,7 @@ def _own_kernel(
     reach = tl.load(table + 4 * chunk + 1)
     dtype: tl.constexpr = Own.dtype.element_ty
     head, row = h.to(tl.int64) * T, tl.cast(T, tl.int64) * H
-    c, r = tl.arange(0, C)[:, None, None], tl.arange(0, RP)[None, :, None]
+    c, r = token_and_rank(C, RP)
     token, inside = start + c, c < reach
     turns, halves, parts = (), (), ()
     for i in tl.static_range(NT):
@@ -65,18 +67,17 @@ def _own_kernel(
             y = core_gradient(part)
         else:
             y = part[0].to(tl.float32) * part[1].to(tl.float32)
-        ys = ys + (tl.trans(left(y * weight, dtype)),)
+        ys = ys + (right(y * weight, dtype),)
     NH: tl.constexpr = NT * NW
     PP: tl.constexpr = PT * PW
+    n = tl.arange(0, 2 * NW)
     for i in tl.static_range(NT):
         lo, hi = rotated(pin_all(halves[i]), pin_all(turns[i]))
-        lo = right(lo, dtype)
-        hi = right(hi, dtype)
+        both = tl.trans(pin(side_by_side(narrow(lo, dtype), narrow(hi, dtype))))
         for u in tl.static_range(PT):
             to = Own + (chunk.to(tl.int64) * H + h) * (2 * NH * PP)
-            to += (u * PW + tl.arange(0, PW))[:, None] + (i * NW + tl.arange(0, NW))[None, :] * PP
-            tl.store(to, narrow(dot(ys[u], lo), dtype))
-            tl.store(to + NH * PP, narrow(dot(ys[u], hi), dtype))
+            to += (u * PW + tl.arange(0, PW))[None, :] + (n // NW * NH + i * NW + n % NW)[:, None] * PP
+            tl.store(to, narrow(dot(both, ys[u]), dtype))
 
 
 @triton.jit

@@ -1,10 +1,13 @@
 """Tiles that the main kernels share: [C, RP, W], tokens of a chunk by ranks by columns, flattened to M = C * RP rows
 for matrix products.
 
-What depends on the token or the rank alone is loaded as [C, 1, W] or [1, RP, W] and broadcast. The state dimension is
-kept in two halves, lo (n) and hi (N/2 + n), the partners of a rotation, so that rotating and un-rotating are
-element-wise between two tiles of one layout. Columns are cut into tiles of at most 64: NT of width NW in a half of
-the state dimension, PT of width PW in P; the tuples below have an item for each.
+To the compiler a tile has four dimensions, [C / L, L, RP, W]: L tokens of fewer than four ranks make a group of four
+rows, and every tile of a chunk of 64 rows then has the layout that four ranks have, in which a thread holds whole
+groups and a change to or from a product's layout stays within a warp. What depends on the token or the rank alone has
+a 1 in the other dimensions and is broadcast. The state dimension is kept in two halves, lo (n) and hi (N/2 + n), the
+partners of a rotation, so that rotating and un-rotating are element-wise between two tiles of one layout. Columns are
+cut into tiles of at most 64: NT of width NW in a half of the state dimension, PT of width PW in P; the tuples below
+have an item for each.
 """
 
 import triton
@@ -61,14 +64,23 @@ def sigmoid(x):
 
 @triton.jit
 def flat(x):
-    """[C, RP, W] -> [C * RP, W]"""
-    return tl.reshape(x, (x.shape[0] * x.shape[1], x.shape[2]))
+    """A tile as the rows of a matrix, [C * RP, W]."""
+    return tl.reshape(x, (x.shape[0] * x.shape[1] * x.shape[2], x.shape[3]))
 
 
 @triton.jit
 def tall(x, RP: tl.constexpr):
-    """[C * RP, W] -> [C, RP, W]"""
-    return tl.reshape(x, (x.shape[0] // RP, RP, x.shape[1]))
+    """[C * RP, W] as a tile."""
+    L: tl.constexpr = 4 // RP if RP < 4 else 1
+    return tl.reshape(x, (x.shape[0] // (RP * L), L, RP, x.shape[1]))
+
+
+@triton.jit
+def token_and_rank(C: tl.constexpr, RP: tl.constexpr):
+    """Numbers of a tile's tokens, [C / L, L, 1, 1], and of its ranks, [1, 1, RP, 1]."""
+    L: tl.constexpr = 4 // RP if RP < 4 else 1
+    c = tl.arange(0, C // L)[:, None, None, None] * L + tl.arange(0, L)[None, :, None, None]
+    return c, tl.arange(0, RP)[None, None, :, None]
 
 
 @triton.jit
@@ -84,19 +96,38 @@ def right(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def side_by_side(a, b):
+    """Two tiles of width W as one matrix, [C * RP, 2 W]."""
+    x = tl.permute(tl.join(a, b), (0, 1, 2, 4, 3))
+    return tl.reshape(x, (a.shape[0] * a.shape[1] * a.shape[2], 2 * a.shape[3]))
+
+
+@triton.jit
 def columns(i, W: tl.constexpr):
     """Column numbers of tile i, [1, 1, W]."""
-    return i * W + tl.arange(0, W)[None, None, :]
+    return i * W + tl.arange(0, W)[None, None, None, :]
+
+
+@triton.jit
+def addresses(X, at):
+    """X + at. The columns of a small tile are declared contiguous only as far as a row for every group still has
+    something for each of 128 threads: Triton then gives all tiles one layout, and changes none of them."""
+    to = X + at
+    if len(to.shape) == 4:
+        EACH: tl.constexpr = to.shape[0] * to.shape[3] // 128
+        if to.shape[0] > 1 and to.shape[3] > 1 and EACH < 8:
+            to = tl.max_contiguous(to, [1, 1, 1, EACH if EACH > 1 else 1])
+    return to
 
 
 @triton.jit
 def load(X, at, mask):
-    return tl.load(X + at, mask=mask, other=0.0)
+    return tl.load(addresses(X, at), mask=mask, other=0.0)
 
 
 @triton.jit
 def put(X, at, x, mask):
-    tl.store(X + at, narrow(x, X.dtype.element_ty), mask=mask)
+    tl.store(addresses(X, at), narrow(x, X.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -104,18 +135,19 @@ def load_turn(Cos, Sin, at, n, inside, A: tl.constexpr):
     """cos and sin of the angles of each token, [C, 1, NW]; `at` numbers the rows of [H * T, A], and columns from A on
     are not rotated."""
     mask = inside & (n < A)
-    return tl.load(Cos + at * A + n, mask=mask, other=1.0), load(Sin, at * A + n, mask)
+    return tl.load(addresses(Cos, at * A + n), mask=mask, other=1.0), load(Sin, at * A + n, mask)
 
 
 @triton.jit
 def load_halves(
     X, Bias, token, r, n, ok, h, H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
-    """Both halves of X and of its bias, four tiles [C, RP, NW]."""
+    """Both halves of X, [C, RP, NW], and of its bias, by row."""
     at = ((token * R + r) * G + h // (H // G)) * N + n
-    bias = tl.broadcast_to((h * R + r) * N + n, at.shape)
-    mask = ok & (n < N // 2)
-    return load(X, at, mask), load(X, at + N // 2, mask), load(Bias, bias, mask), load(Bias, bias + N // 2, mask)
+    bias = tl.broadcast_to((h * R + r) * N + n, (at.shape[0], 1, at.shape[2], at.shape[3]))
+    real = n < N // 2
+    lo, hi = load(Bias, bias, (r < R) & real), load(Bias, bias + N // 2, (r < R) & real)
+    return load(X, at, ok & real), load(X, at + N // 2, ok & real), lo, hi
 
 
 @triton.jit
@@ -129,11 +161,13 @@ def rotated(halves, turn):
 
 
 @triton.jit
-def cross(lo, hi, halves):
-    """Gradient of the angles, [C, 1, NW], from that of X + Bias, which the rotation does not change."""
-    x_lo = halves[0].to(tl.float32) + halves[2].to(tl.float32)
-    x_hi = halves[1].to(tl.float32) + halves[3].to(tl.float32)
-    return tl.sum(hi * x_lo - lo * x_hi, axis=1, keep_dims=True)
+def cross(lo, hi, halves, turn, dtype: tl.constexpr):
+    """Gradient of the angles, [C, 1, NW], from that of the rotated X + Bias.
+
+    X is rounded as in the products: what two tokens of a chunk owe each other then cancels where both are turned.
+    """
+    x_lo, x_hi = rotated(halves, turn)
+    return over_ranks(hi * narrow(x_lo, dtype).to(tl.float32) - lo * narrow(x_hi, dtype).to(tl.float32))
 
 
 @triton.jit
@@ -149,15 +183,17 @@ def load_by_rank(X, r, p, h, R: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def load_by_row(X, r, p, ok, h, R: tl.constexpr, P: tl.constexpr):
-    """The same as a tile [C, RP, PW]: in the layout of what it multiplies, for some more loads that hit the cache."""
-    return load(X, tl.broadcast_to((h * R + r) * P + p, (ok.shape[0], ok.shape[1], p.shape[2])), ok & (p < P))
+def load_by_row(X, token, r, p, h, R: tl.constexpr, P: tl.constexpr):
+    """The same for every group of tokens, [C / L, 1, RP, PW]: in the layout of what it multiplies, for some more
+    loads that hit the cache."""
+    at = tl.broadcast_to((h * R + r) * P + p, (token.shape[0], 1, r.shape[2], p.shape[3]))
+    return load(X, at, (r < R) & (p < P))
 
 
 @triton.jit
 def load_values(V, Phi, token, r, p, inside, h, H: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
-    """V [C, 1, PW] and MIMO_V [C, RP, PW]; the values are their product."""
-    return load_by_token(V, token, p, inside, h, H, P), load_by_row(Phi, r, p, inside & (r < R), h, R, P)
+    """V [C, 1, PW] and MIMO_V, by row; the values are their product."""
+    return load_by_token(V, token, p, inside, h, H, P), load_by_row(Phi, token, r, p, h, R, P)
 
 
 @triton.jit
@@ -185,9 +221,9 @@ def load_core_parts(
         whole = load_out_gradient(dO, token, r, p, inside, h, H, R, P, Psi is not None)
     parts = (whole,)
     if Stored is None and Psi is not None:
-        parts = parts + (load_by_row(Psi, r, p, ok, h, R, P),)
+        parts = parts + (load_by_row(Psi, token, r, p, h, R, P),)
     if Stored is None and Z is not None:
-        parts = parts + (load_by_token(Z, token, p, inside, h, H, P), load_by_row(Zeta, r, p, ok, h, R, P))
+        parts = parts + (load_by_token(Z, token, p, inside, h, H, P), load_by_row(Zeta, token, r, p, h, R, P))
     return parts
 
 
@@ -254,22 +290,46 @@ def by_column(x, RP: tl.constexpr):
 
 
 @triton.jit
-def store_by_rank(Part, x, i, real: tl.constexpr, R: tl.constexpr, width, dtype: tl.constexpr):
-    """Sum x [C, RP, W] over its tokens and store it as [R, width]; W is tile i of columns of which `real` are real.
+def store_by_rank(Part, xs, step, i, real: tl.constexpr, R: tl.constexpr, width, dtype: tl.constexpr):
+    """Sum one or two tiles [C, RP, W] over their tokens and store each as [R, width], `step` apart; W is tile i of
+    columns of which `real` are real.
 
     The sum is a matrix product with ones where a row has the rank of a column, cheaper than shuffles. The ones are
     laid out by rank: with them by row, ptxas 12.8 reads an unset register for the address of their second slice.
     """
-    RP: tl.constexpr = x.shape[1]
+    RP: tl.constexpr = xs[0].shape[2]
+    W: tl.constexpr = xs[0].shape[3]
+    M: tl.constexpr = xs[0].shape[0] * xs[0].shape[1] * RP
     RE: tl.constexpr = RP if RP > 16 else 16
-    r, column = tl.arange(0, RE), tl.arange(0, x.shape[2]) + i * x.shape[2]
-    rank = tl.arange(0, x.shape[0] * RP) % RP
+    x = narrow(xs[0], dtype)
+    x = pin(side_by_side(x, narrow(xs[1], dtype)) if len(xs) == 2 else flat(x))
+    r, column = tl.arange(0, RE), tl.arange(0, len(xs) * W)
+    rank = tl.arange(0, M) % RP
     picks = tl.where(r[:, None] == rank[None, :], 1.0, 0.0).to(dtype)
-    total = dot(tl.trans(left(x, dtype)), tl.trans(picks))
-    tl.store(Part + r[None, :] * width + column[:, None], total, mask=(r < R)[None, :] & (column < real)[:, None])
+    total = dot(tl.trans(x), tl.trans(picks))
+    step, column = column // W * step, column % W + i * W
+    at = Part + r[None, :] * width + (step + column)[:, None]
+    tl.store(at, total, mask=(r < R)[None, :] & (column < real)[:, None])
 
 
 @triton.jit
 def per_token(x, C: tl.constexpr, RP: tl.constexpr):
     """Sum over the ranks of one number a row: [C * RP] -> [C]."""
-    return tl.sum(tl.reshape(x, (C, RP)), axis=1)
+    return tl.sum(tl.reshape(x, (C, RP)), axis=1) if RP > 1 else x
+
+
+@triton.jit
+def put_pair_per_token(To, a, b, stride, reach, C: tl.constexpr, RP: tl.constexpr):
+    """Sum two numbers a row, [C * RP], over the ranks and store them `stride` apart: both at once, since every change
+    of layout is a barrier or two."""
+    x = tl.join(a, b)
+    if RP > 1:
+        x = tl.sum(tl.reshape(x, (C, RP, 2)), axis=1)
+    token = tl.arange(0, C)[:, None]
+    put(To, token + tl.arange(0, 2)[None, :] * stride, x, token < reach)
+
+
+@triton.jit
+def over_ranks(x):
+    """Sum of a tile over the ranks."""
+    return tl.sum(x, axis=2, keep_dims=True) if x.shape[2] > 1 else x
