@@ -1,5 +1,5 @@
-"""Run in the environment of the Ascend compiler: compiles for Ascend 950 the fused kernels at some shapes, and
-one without its request to leave the split alone, and some of the operator's; prints what their HIVM shows, as JSON."""
+"""Run in the environment of the Ascend compiler: compiles for Ascend 950 the fused kernels at some shapes and, once
+without its request to leave the split alone, products, and some of the plain ones; prints what their HIVM shows."""
 
 import json
 from dataclasses import asdict
