@@ -16,6 +16,7 @@ from . import registry
 from .types import TENSOR_ARGS, Gradients, Inputs, State
 
 _NAME = "tilelang"
+THREADS = {16: 128}  # of bwd_bwd by N where it is not the usual 256, as in upstream's tests
 _KERNELS = "mamba_ssm.ops.tilelang.mamba3.mamba3_mimo"  # the module that brings all of its kernels together
 
 
@@ -52,7 +53,8 @@ def backward(x: Inputs, grad_out: Tensor) -> Gradients:
     run = upstream.mamba_mimo_bwd_combined if cu is None else upstream.mamba_mimo_bwd_combined_varlen
     *found, dtheta, dd, dz, dnorm = run(
         grad_out.contiguous().to(x.dtype),
-        *arguments, theta, cs, cs_rev, t["DT"], t["Trap"], t["D"], segsum, **_options(x, cu),
+        *arguments, theta, cs, cs_rev, t["DT"], t["Trap"], t["D"], segsum,
+        bb_threads=THREADS.get(x.Q.shape[-1], 256), **_options(x, cu),
     )  # fmt: skip
     dq, dk, dv, dadt, ddt, dtrap, dq_bias, dk_bias, dmimo_v, dmimo_z, dmimo_out = found
     dangles, ddt_angle, _ = upstream.angle_dt_bwd(
