@@ -78,6 +78,8 @@ def _redirect_cuda() -> None:
     import torch._dynamo
     import torch_npu.contrib.transfer_to_npu  # noqa: F401  redirects on import
 
+    # Releases of torch_npu leave this one out; megatron's tensor-parallel random states are set through it.
+    torch.cuda.default_generators = torch.npu.default_generators
     # megatron-core compiles small functions when it is imported; compiling for an NPU needs another package.
     torch._dynamo.config.disable = True
     if not hasattr(torch.Tensor.type, "__wrapped__"):
