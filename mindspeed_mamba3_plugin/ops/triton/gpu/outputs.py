@@ -16,7 +16,7 @@ from .tiles import (
     by_column,
     by_state,
     columns,
-    left,
+    left_halves,
     load,
     load_by_rank,
     load_by_token,
@@ -31,6 +31,7 @@ from .tiles import (
     products,
     put,
     right,
+    right_halves,
     rotated,
     sigmoid,
     tall,
@@ -92,10 +93,8 @@ def _outputs_kernel(
     k, q, v = (), (), ()
     for i in tl.static_range(NT):
         turn = pin_all(turns[i])
-        lo, hi = rotated(pin_all(k_halves[i]), turn)
-        k = k + (right(lo, dtype), right(hi, dtype))
-        lo, hi = rotated(pin_all(q_halves[i]), turn)
-        q = q + (left(lo, dtype), left(hi, dtype))
+        k = k + (right_halves(rotated(pin_all(k_halves[i]), turn), dtype),)
+        q = q + (left_halves(rotated(pin_all(q_halves[i]), turn), dtype),)
     for u in tl.static_range(PT):
         value = pin_all(values[u])
         v = v + (right(value[0].to(tl.float32) * value[1].to(tl.float32), dtype),)

@@ -17,6 +17,7 @@ from ..plan import GpuPlan
 from .angles import Turns
 from .outputs import mixing, with_skip
 from .tiles import (
+    apart,
     by_state,
     by_state_transposed,
     columns,
@@ -24,6 +25,7 @@ from .tiles import (
     cross,
     flat,
     left,
+    left_halves,
     load,
     load_by_row,
     load_by_token,
@@ -41,6 +43,7 @@ from .tiles import (
     put,
     put_pair_per_token,
     right,
+    right_halves,
     rotated,
     sigmoid,
     store_by_rank,
@@ -93,10 +96,8 @@ def _sinks_kernel(
     d_skip = 0.0
     for i in tl.static_range(NT):
         turn = pin_all(turns[i])
-        lo, hi = rotated(pin_all(k_halves[i]), turn)
-        k = k + (right(lo, dtype), right(hi, dtype))
-        lo, hi = rotated(pin_all(q_halves[i]), turn)
-        q = q + (left(lo, dtype), left(hi, dtype))
+        k = k + (right_halves(rotated(pin_all(k_halves[i]), turn), dtype),)
+        q = q + (left_halves(rotated(pin_all(q_halves[i]), turn), dtype),)
     for u in tl.static_range(PT):
         value = pin_all(values[u])
         x = value[0].to(tl.float32) * value[1].to(tl.float32)
@@ -174,8 +175,7 @@ def _sinks_kernel(
 
     for i in tl.static_range(NT):
         n = columns(i, NW)
-        lo = tall(dot(gs, k[2 * i], by_state_transposed(gb, states, i, 0, M, PT, NW) * since), RP)
-        hi = tall(dot(gs, k[2 * i + 1], by_state_transposed(gb, states, i, 1, M, PT, NW) * since), RP)
+        lo, hi = apart(dot(gs, k[i], by_state_transposed(gb, states, i, M, PT, NW) * since), RP)
         turn = load_turn(Cos, Sin, head + token, n, inside, A)
         cos = turn[0].to(tl.float32)
         sin = turn[1].to(tl.float32)

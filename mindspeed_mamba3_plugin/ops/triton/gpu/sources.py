@@ -17,6 +17,7 @@ from ..plan import GpuPlan
 from .angles import CHI, CLO, EXIT, OWN, SHARE, Turns
 from .outputs import with_skip
 from .tiles import (
+    apart,
     by_column,
     by_state,
     by_state_transposed,
@@ -24,6 +25,7 @@ from .tiles import (
     core_gradient,
     cross,
     left,
+    left_halves,
     load,
     load_by_row,
     load_by_token,
@@ -41,6 +43,7 @@ from .tiles import (
     put,
     put_pair_per_token,
     right,
+    right_halves,
     rotated,
     store_by_rank,
     tall,
@@ -95,10 +98,8 @@ def _sources_kernel(
     k, q, v, gb = (), (), (), ()
     for i in tl.static_range(NT):
         turn = pin_all(turns[i])
-        lo, hi = rotated(pin_all(q_halves[i]), turn)
-        q = q + (right(lo, dtype), right(hi, dtype))
-        lo, hi = rotated(pin_all(k_halves[i]), turn)
-        k = k + (left(lo, dtype), left(hi, dtype))
+        q = q + (right_halves(rotated(pin_all(q_halves[i]), turn), dtype),)
+        k = k + (left_halves(rotated(pin_all(k_halves[i]), turn), dtype),)
     for u in tl.static_range(PT):
         gb = gb + (right(core_gradient(pin_all(parts[u])), dtype),)
         value = pin_all(values[u])
@@ -129,8 +130,7 @@ def _sources_kernel(
     weight = (share * leave)[:, None]
     for i in tl.static_range(NT):
         n = columns(i, NW)
-        lo = tall(dot(gs, q[2 * i], by_state_transposed(v, states, i, 0, M, PT, NW) * weight), RP)
-        hi = tall(dot(gs, q[2 * i + 1], by_state_transposed(v, states, i, 1, M, PT, NW) * weight), RP)
+        lo, hi = apart(dot(gs, q[i], by_state_transposed(v, states, i, M, PT, NW) * weight), RP)
         turn = load_turn(Cos, Sin, head + token, n, inside, A)
         cos = turn[0].to(tl.float32)
         sin = turn[1].to(tl.float32)

@@ -15,17 +15,16 @@ from .angles import CHI, EXIT, SHARE, Turns
 from .tiles import (
     columns,
     core_gradient,
+    left_halves,
     load,
     load_core_parts,
     load_halves,
     load_turn,
     load_values,
-    pin,
     pin_all,
     power2,
     right,
     rotated,
-    side_by_side,
     token_and_rank,
 )  # fmt: skip
 
@@ -72,8 +71,8 @@ def _own_kernel(
     PP: tl.constexpr = PT * PW
     n = tl.arange(0, 2 * NW)
     for i in tl.static_range(NT):
-        lo, hi = rotated(pin_all(halves[i]), pin_all(turns[i]))
-        both = tl.trans(pin(side_by_side(narrow(lo, dtype), narrow(hi, dtype))))
+        both = rotated(pin_all(halves[i]), pin_all(turns[i]))
+        both = tl.trans(left_halves(both, dtype))
         for u in tl.static_range(PT):
             to = Own + (chunk.to(tl.int64) * H + h) * (2 * NH * PP)
             to += (u * PW + tl.arange(0, PW))[None, :] + (n // NW * NH + i * NW + n % NW)[:, None] * PP

@@ -103,6 +103,26 @@ def side_by_side(a, b):
 
 
 @triton.jit
+def apart(x, RP: tl.constexpr):
+    """[C * RP, 2 W] as two tiles."""
+    L: tl.constexpr = 4 // RP if RP < 4 else 1
+    x = tl.reshape(x, (x.shape[0] // (RP * L), L, RP, 2, x.shape[1] // 2))
+    return tl.split(tl.permute(x, (0, 1, 2, 4, 3)))
+
+
+@triton.jit
+def left_halves(halves, dtype: tl.constexpr):
+    """Both halves in fp32 as one left operand."""
+    return pin(side_by_side(narrow(halves[0], dtype), narrow(halves[1], dtype)))
+
+
+@triton.jit
+def right_halves(halves, dtype: tl.constexpr):
+    """Both halves in fp32 as one right operand."""
+    return side_by_side(narrow(halves[0], dtype), narrow(halves[1], dtype))
+
+
+@triton.jit
 def columns(i, W: tl.constexpr):
     """Column numbers of tile i, [1, 1, W]."""
     return i * W + tl.arange(0, W)[None, None, None, :]
@@ -242,34 +262,34 @@ def core_gradient(parts):
 
 @triton.jit
 def load_states(States, task, NT: tl.constexpr, NW: tl.constexpr, PT: tl.constexpr, PW: tl.constexpr):
-    """Tiles [PW, NW] of one state [2, NH, PP], stored with P contiguous: lo and hi of every (i, u), i slowest."""
+    """Tiles [PW, 2 NW] of one state [2, NH, PP], stored with P contiguous, of every (i, u), i slowest."""
     tiles = ()
     NH: tl.constexpr = NT * NW
     PP: tl.constexpr = PT * PW
+    n = tl.arange(0, 2 * NW)
     for i in tl.static_range(NT):
         for u in tl.static_range(PT):
             at = States + task * (2 * NH * PP)
-            at += (u * PW + tl.arange(0, PW))[:, None] + (i * NW + tl.arange(0, NW))[None, :] * PP
-            tiles = tiles + (tl.load(at), tl.load(at + NH * PP))
+            at += (u * PW + tl.arange(0, PW))[:, None] + (n // NW * NH + i * NW + n % NW)[None, :] * PP
+            tiles = tiles + (tl.load(at),)
     return tiles
 
 
 @triton.jit
 def by_state(x, states, u, M: tl.constexpr, NT: tl.constexpr, PT: tl.constexpr, PW: tl.constexpr):
-    """Rows x (lo and hi of every i) times the state, columns of tile u: [M, PW]."""
+    """Rows x (both halves of every i) times the state, columns of tile u: [M, PW]."""
     y = tl.zeros((M, PW), tl.float32)
     for i in tl.static_range(NT):
-        y = dot(x[2 * i], tl.trans(states[2 * (i * PT + u)]), y)
-        y = dot(x[2 * i + 1], tl.trans(states[2 * (i * PT + u) + 1]), y)
+        y = dot(x[i], tl.trans(states[i * PT + u]), y)
     return y
 
 
 @triton.jit
-def by_state_transposed(x, states, i, half, M: tl.constexpr, PT: tl.constexpr, NW: tl.constexpr):
-    """Rows x (of every u) times the transposed state, columns of half a tile i: [M, NW]."""
-    y = tl.zeros((M, NW), tl.float32)
+def by_state_transposed(x, states, i, M: tl.constexpr, PT: tl.constexpr, NW: tl.constexpr):
+    """Rows x (of every u) times the transposed state, columns of both halves of tile i: [M, 2 NW]."""
+    y = tl.zeros((M, 2 * NW), tl.float32)
     for u in tl.static_range(PT):
-        y = dot(x[u], states[2 * (i * PT + u) + half], y)
+        y = dot(x[u], states[i * PT + u], y)
     return y
 
 
