@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from . import calibrate, cases, compile_check, cost, estimate, report
+from . import calibrate, cases, compile_check, cost, estimate, port, report
 
 QUICK_SHAPES = ("N128_P64_R4_C16", "N256_P64_R4_C8", "N128_P64_R1_C64")
 REQUIRED_COMPILERS = ("1.2.0", "1.1.0")  # 1.0.0 is reported only
@@ -35,11 +35,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--calibrate", type=Path, metavar="FILE", help="with --estimate: times measured on a chip, see docs/ascend.md"
     )
+    parser.add_argument(
+        "--plain-port", type=Path, metavar="FILE", help="with --estimate: the direct translation in this file as well"
+    )
     given = parser.parse_args(arguments)
     if given.jobs < 1:
         parser.error(f"--jobs is {given.jobs}, must be at least 1")
-    if given.calibrate and not given.estimate:
-        parser.error("--calibrate is given without --estimate, it changes nothing else")
+    for option in ("calibrate", "plain_port"):
+        if getattr(given, option) and not given.estimate:
+            parser.error(f"--{option.replace('_', '-')} is given without --estimate, it changes nothing else")
     if given.estimate:
         return _estimate(parser, given, given.shapes or list(QUICK_SHAPES if given.quick else shapes))
     matrix = compile_check.matrix(
@@ -90,6 +94,7 @@ def _estimate(parser: argparse.ArgumentParser, given: argparse.Namespace, shapes
             ((_, known),) = estimate.all_stages([measured.shape], measured.dtype, version)
             fits, scales = calibrate.calibrated({s.name: s.work for s in known}, measured)
             parts.append(report.calibration(measured, scales))
+        direct = port.load(given.plain_port) if given.plain_port else None
     except ValueError as e:
         parser.error(str(e))
     found = dict(estimate.all_stages(shapes, dtype, version, given.jobs))
@@ -99,6 +104,10 @@ def _estimate(parser: argparse.ArgumentParser, given: argparse.Namespace, shapes
         for shape, own in found.items()
     ]
     parts.append(report.estimate_tables(found, verdicts, fits, f"{dtype}, ascendnpu-ir {version}"))
+    if direct:
+        matrix = compile_check.matrix(shapes, [dtype], ["plain"])
+        ports = {case.shape.name: port.judged(direct, case, version) for case in matrix}
+        parts.append(report.port_table(ports, verdicts, fits))
     print("\n".join(parts))
     if given.json:
         given.json.write_text(json.dumps([asdict(v) for v in verdicts], indent=1))

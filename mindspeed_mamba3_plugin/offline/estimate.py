@@ -45,7 +45,7 @@ class Verdict:
         return all(self.ratio(fit) >= ratio for fit in fits or self.ms)
 
 
-def work_of(launch: Launch, compiled: toolchain.Compiled, chunks: int) -> Work:
+def work_of(launch: Launch, compiled: toolchain.Compiled, chunks: int, chip: Chip) -> Work:
     """The work of a launch; chunks are those of one sequence, which kernels read from memory.
 
     Raises:
@@ -55,7 +55,7 @@ def work_of(launch: Launch, compiled: toolchain.Compiled, chunks: int) -> Work:
         raise ValueError(f"{launch.name} does not compile: {compiled.error}")
     arguments = hivm.argument_names(launch.numbers, launch.grid)
     programs = launch.grid[0] * launch.grid[1] * launch.grid[2]
-    return of_launch(hivm.read(compiled.hivm, arguments, chunks), programs)
+    return of_launch(hivm.read(compiled.hivm, arguments, chunks), programs, chip.cube_cores, chip.vector_cores)
 
 
 def stages(case: cases.Case, version: str, chip: Chip = ASCEND_910B3) -> list[Stage]:
@@ -74,7 +74,7 @@ def stages(case: cases.Case, version: str, chip: Chip = ASCEND_910B3) -> list[St
                 case.shape.N, case.shape.P, case.shape.R, cases.DTYPES[case.dtype], "npu"
             ).C)  # fmt: skip
             name = launch.name.strip("_").removesuffix("_kernel")
-            found.append(Stage(entry, name, work_of(launch, known[launch.key], chunks)))
+            found.append(Stage(entry, name, work_of(launch, known[launch.key], chunks, chip)))
         found += [
             Stage(entry, f"torch {call.name}", Work(memory_bytes=call.bytes)) for call in made[entry].torch_calls
         ]

@@ -9,7 +9,7 @@ from pathlib import Path
 from . import acceptance, cases, hivm
 from .calibrate import Measurement
 from .compile_check import Row
-from .cost import Constants, estimate
+from .cost import Constants, Work, estimate
 from .estimate import Stage, Verdict
 
 MEMORIES = {"ub": "UB", "cbuf": "L1", "cc": "L0C"}
@@ -142,3 +142,19 @@ def acceptance_table(times: acceptance.Times, title: str = "ms") -> str:
                 f"{statistics.geometric_mean(ratios):.2f}."
             )
     return "\n".join([table(head, lines), "", *sums])
+
+
+def port_table(ports: dict[str, dict[str, Work | str]], verdicts: list[Verdict], fits: dict[str, Constants]) -> str:
+    """The direct translation beside the plugin's kernels: its estimate and how many times longer it takes, or why it
+    does not compile."""
+    lines = []
+    for v in verdicts:
+        own = ports[v.shape][v.entry]
+        if isinstance(own, str):
+            lines.append([f"{v.entry} {v.shape}", f"does not compile: {own}", *[""] * len(fits)])
+            continue
+        ms = {fit: estimate(own, c).ns / 1e6 for fit, c in fits.items()}
+        times = " / ".join(f"{t:.1f}" for t in ms.values())
+        lines.append([f"{v.entry} {v.shape}", times, *(f"{ms[fit] / v.ms[fit]:.1f}" for fit in fits)])
+    head = ["direct translation", f"ms ({' / '.join(fits)})", *(f"times ours, {fit}" for fit in fits)]
+    return "\n" + table(head, lines)

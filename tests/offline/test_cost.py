@@ -9,6 +9,7 @@ from mindspeed_mamba3_plugin.offline.cost import FITS, INF, Constants, Work, est
 from mindspeed_mamba3_plugin.offline.estimate import Stage, verdict
 from mindspeed_mamba3_plugin.offline.work import of_launch
 
+CORES = 20, 40  # of the cube and of the vector kind
 UB, GM, L1, L0C = (f"#hivm.address_space<{s}>" for s in ("ub", "gm", "cbuf", "cc"))
 
 # 12 tasks for 4 programs, so 3 for the first; each walks INNER times over a tile of 64 rows of 128 bytes.
@@ -80,7 +81,7 @@ MIXED = f"""
 
 def vector_work(inner: int = 5, stride: int = 1024) -> Work:
     text = VECTOR.replace("INNER", str(inner)).replace("STRIDE", str(stride))
-    return of_launch(hivm.read(text, hivm.argument_names([None, 12], (4,))), programs=4)
+    return of_launch(hivm.read(text, hivm.argument_names([None, 12], (4,))), 4, *CORES)
 
 
 def test_work_of_a_vector_kernel():
@@ -107,7 +108,7 @@ def test_rows_are_as_long_as_they_lie_in_memory(stride, expected):
 @pytest.mark.parametrize("width, field", [(32, "rows"), (20, "unaligned_rows")])
 def test_short_and_unaligned_rows_cost_as_rows(width, field):
     text = VECTOR.replace("INNER", "5").replace("STRIDE", "1024").replace("64x64x", f"64x{width}x")
-    work = of_launch(hivm.read(text, hivm.argument_names([None, 12], (4,))), programs=4)
+    work = of_launch(hivm.read(text, hivm.argument_names([None, 12], (4,))), 4, *CORES)
     assert getattr(work, field) == 3 * 5 * 64 and work.loaded_short == work.loaded_long == 0
 
 
@@ -124,7 +125,7 @@ def test_twice_the_tasks_take_twice_the_time_but_for_the_launch():
     text = VECTOR.replace("INNER", "5").replace("STRIDE", "1024")
     times = [
         [
-            estimate(of_launch(hivm.read(text, hivm.argument_names([None, tasks], (4,))), 4), c).ns - c.launch
+            estimate(of_launch(hivm.read(text, hivm.argument_names([None, tasks], (4,))), 4, *CORES), c).ns - c.launch
             for c in FITS.values()
         ]
         for tasks in (12, 24)
@@ -133,7 +134,7 @@ def test_twice_the_tasks_take_twice_the_time_but_for_the_launch():
 
 
 def test_work_of_a_mixed_kernel():
-    work = of_launch(hivm.read(MIXED), programs=20)
+    work = of_launch(hivm.read(MIXED), 20, *CORES)
     exchanged = 32 * 64 * 4 * 2  # out of the cube core, and into its two vector cores
     assert work == Work(
         mixed=True, cube_calls=2 * 2, cube_cycles=2 * 32 * 128 * 64 / 4096, transfers=2, handovers=2,
@@ -144,10 +145,19 @@ def test_work_of_a_mixed_kernel():
 
 def test_an_unsplit_vector_half_moves_everything_once_per_core():
     text = MIXED.replace("get_sub_block_idx", "get_block_idx")  # both cores do all
-    assert of_launch(hivm.read(text), 20).workspace_bytes == of_launch(hivm.read(MIXED), 20).workspace_bytes
+    assert (
+        of_launch(hivm.read(text), 20, *CORES).workspace_bytes
+        == of_launch(hivm.read(MIXED), 20, *CORES).workspace_bytes
+    )
     guarded = MIXED.replace("%1 = hivm", "// limit_sub_block_id0\n    %1 = hivm")
-    alone = of_launch(hivm.read(guarded), 20)
+    alone = of_launch(hivm.read(guarded), 20, *CORES)
     assert alone.workspace_bytes == 20 * 2 * 32 * 64 * 4 * 1.5
+
+
+def test_more_programs_than_cores_run_in_rounds():
+    one, four = (of_launch(hivm.read(MIXED), programs, *CORES) for programs in (20, 64))
+    assert four.cube_calls == 4 * one.cube_calls and four.vector_cycles == 4 * one.vector_cycles
+    assert four.memory_bytes == one.memory_bytes / 20 * 64
 
 
 SIMPLE = Constants(
