@@ -39,9 +39,11 @@ _ERROR = re.compile(r"error:|Assertion|LLVM ERROR")
 _PATIENCE = 120  # seconds for one kernel; the usual is below one
 _LAST_IR = "convert-hivm-to-std"
 
-# Stands in for CANN's assembler, so that the exit status tells whether everything before it passed.
+# Stands in for CANN's assembler, so that the exit status tells whether everything before it passed. It keeps what it
+# was given: version 1.0.0 of the compiler cannot print it.
 _NO_ASSEMBLER = """#!/bin/sh
 [ "$1" = "--version" ] && echo "hivmc 0.0.0"
+[ -f "$1" ] && cp "$1" "$HIVMC_INPUT"
 exit 0
 """
 
@@ -124,17 +126,21 @@ def compile_lowered(kernel: Lowered, chip: Chip, compiler: Path) -> Compiled:
             for name, flag in _FLAGS.items()
             if kernel.metadata.get(name) is not None and flag in known
         ]
-        command += [f"--mlir-print-ir-before={_LAST_IR}", "-o", str(Path(folder, "kernel"))]
+        if prints := "--mlir-print-ir-before" in known:
+            command.append(f"--mlir-print-ir-before={_LAST_IR}")
+        command += ["-o", str(Path(folder, "kernel"))]
         path = os.pathsep.join((_assembler_folder(), os.environ.get("PATH", "")))
-        environment = {**os.environ, "PATH": path}
+        given = Path(folder, "given.mlir")
+        environment = {**os.environ, "PATH": path, "HIVMC_INPUT": str(given)}
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, cwd=folder, env=environment, timeout=_PATIENCE
             )
         except subprocess.TimeoutExpired:
             return Compiled(kernel.name, error=f"bishengir-compile did not end within {_PATIENCE} s")
+        handed_over = given.read_text() if given.exists() and not prints else ""
     head, *dumps = re.split(r"^// -----// IR Dump.*$", done.stderr, flags=re.M)
-    last = dumps[-1] if dumps else ""
+    last = dumps[-1] if dumps else handed_over
     end = last.rfind("\n}\n") + 3
     said = done.stdout + head + last[end:]
     result = Compiled(kernel.name, last[:end], re.findall(r"\[NOTE\] *([^\n]*)", said))
