@@ -30,9 +30,14 @@ def sigmoid(x):
 
 @triton.jit
 def tanh(x):
-    """tanh with a relative error of a few ulp, also near 0, where 2 sigmoid(2 x) - 1 has none of its bits."""
+    """tanh with a relative error of a few ulp."""
     e = tl.exp(-2.0 * tl.abs(x))
-    far = (1.0 - e) / (1.0 + e)
+    return signed_tanh(x, (1.0 - e) / (1.0 + e))
+
+
+@triton.jit
+def signed_tanh(x, far):
+    """tanh(x) from tanh(|x|) by way of an exponential, which near 0 has none of its bits."""
     y = x * x
     near = 1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835 + y * (-1382 / 155925)))))
     return tl.where(tl.abs(x) < 0.25, x * near, tl.where(x >= 0, far, -far))

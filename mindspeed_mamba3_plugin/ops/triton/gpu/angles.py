@@ -15,9 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...types import Inputs
-from ..blocks import sigmoid, tanh, wrap
+from ..blocks import wrap
 from ..chunks import Chunks
 from ..plan import GpuPlan
+from .tiles import sigmoid, tanh
 
 # Rows of `Turns.scalars`: log2 of the decay since the start of the chunk (two fp32 that sum to it), the share s of
 # a token, the share gamma of its own step, and the decay from the token to the end of its chunk.

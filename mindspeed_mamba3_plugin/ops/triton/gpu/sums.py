@@ -8,10 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...types import Inputs
-from ..blocks import narrow, sigmoid, tanh
+from ..blocks import narrow
 from ..chunks import Chunks
 from ..plan import GpuPlan
 from .angles import _by_head
+from .tiles import sigmoid, tanh
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -13,7 +13,7 @@ have an item for each.
 import triton
 import triton.language as tl
 
-from ..blocks import _INTERPRETED, dot, narrow
+from ..blocks import _INTERPRETED, dot, narrow, signed_tanh
 
 
 @triton.jit
@@ -52,14 +52,26 @@ def power2(x):
 
 
 @triton.jit
+def reciprocal(x):
+    """1 / x within an ulp; a result below the smallest normal number is 0."""
+    if _INTERPRETED:
+        return 1.0 / x
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def sigmoid(x):
     """1 / (1 + exp(-x)) within a few ulp, in two special-function instructions."""
-    e = power2(-1.4426950408889634 * x)
-    if _INTERPRETED:
-        return 1.0 / (1.0 + e)
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + e], dtype=tl.float32, is_pure=True, pack=1
-    )
+    return reciprocal(1.0 + power2(-1.4426950408889634 * x))
+
+
+@triton.jit
+def tanh(x):
+    """tanh with a relative error of a few ulp."""
+    e = power2(-2.8853900817779268 * tl.abs(x))
+    return signed_tanh(x, (1.0 - e) * reciprocal(1.0 + e))
 
 
 @triton.jit
