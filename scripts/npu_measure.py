@@ -25,6 +25,7 @@ from unittest import mock
 if __name__ == "__main__" and "--dry-run" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
 
+import plain_port
 import torch
 from benchmark_kernels import make_inputs
 from torch import Tensor
@@ -153,23 +154,40 @@ def interpreted() -> Iterator[dict[str, KernelTime]]:
         yield found
 
 
+def clocked(parts: Sequence[Callable[[object], object]]) -> list[float]:
+    """What `elapsed` returns of one repetition, by the host's clock."""
+    value, spent = None, []
+    for part in parts:
+        started = time.perf_counter()
+        value = part(value)
+        spent.append(1e3 * (time.perf_counter() - started))
+    return spent
+
+
 def dry(x: Inputs, grad_out: Tensor) -> dict:
     """What `on_chip` returns, of one call in the interpreter."""
     family, spent = registry.load(FAMILY), {}
-
-    def run(name: str, part: Callable[[], object]) -> object:
-        started = time.perf_counter()
-        value = part()
-        spent[name] = 1e3 * (time.perf_counter() - started)
-        return value
-
-    run("forward", lambda: family.forward(x))
+    (spent["forward"],) = clocked([lambda _: family.forward(x)])
     with interpreted() as first:
-        run("bwd_fwd", lambda: family.bwd_fwd(x, grad_out))
+        (spent["bwd_fwd"],) = clocked([lambda _: family.bwd_fwd(x, grad_out)])
     with interpreted() as both:
         residuals = family.bwd_fwd(x, grad_out)
-        run("bwd_bwd", lambda: family.bwd_bwd(x, residuals))
+        (spent["bwd_bwd"],) = clocked([lambda _: family.bwd_bwd(x, residuals)])
     return times(first, both, spent)
+
+
+def direct_translation(x: Inputs, grad_out: Tensor, dry_run: bool) -> dict[str, float | str]:
+    """ms of both kernels of scripts/plain_port.py, or why they do not run: at some shapes they are too large."""
+    sums = plain_port.prepare(x)
+    parts = [
+        lambda _: plain_port.bwd_fwd(x, sums, grad_out),
+        lambda first: plain_port.bwd_bwd(x, sums, grad_out, first["states"]),
+    ]
+    try:
+        rows = [clocked(parts)] if dry_run else elapsed(parts, REPEATS + 1)[1:]
+    except Exception as error:  # whatever the compiler raises is the answer
+        return {"error": f"{type(error).__name__}: {str(error).strip()[:300]}"}
+    return dict(zip(("bwd_fwd", "bwd_bwd"), map(statistics.median, zip(*rows, strict=True)), strict=True))
 
 
 def measure(shape: str, folder: Path, dry_run: bool) -> dict:
@@ -193,7 +211,12 @@ def measure(shape: str, folder: Path, dry_run: bool) -> dict:
     result |= dry(*sets[0]) if dry_run else on_chip(sets, folder)
     result["peak_memory_bytes"] = None if dry_run else platforms.current().peak_memory()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "result.json").write_text(json.dumps(result, indent=1))
+    path = folder / "result.json"
+    path.write_text(json.dumps(result, indent=1))
+    # Last, since it may take the device with it.
+    x = make_inputs(shape, B, 2 * sets[0][0].chunk_size if dry_run else S, heads, cases.G, torch.bfloat16, "cpu")
+    result["direct_translation_ms"] = direct_translation(moved(x, device), gradient_of(x, 1).to(device), dry_run)
+    path.write_text(json.dumps(result, indent=1))
     return result
 
 

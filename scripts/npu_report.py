@@ -144,6 +144,7 @@ def text(
             acceptance_table(_times(results, "elapsed_ms"), TITLE[dry_run]),
         ]
         parts += [f"## One launch, {TITLE[dry_run]}", _stages(results)]
+        parts += ["## Beside the direct translation, by events", _beside_port(results, TITLE[dry_run])]
     if loss is not None:
         parts += ["## Loss curves", loss["summary"]]
     shown = [f"- {name}: {' / '.join(str(value).splitlines()[:3])}" for name, value in where.items()]
@@ -173,6 +174,21 @@ def _errors(results: Mapping[str, Mapping[str, Any]]) -> str:
         "same bits twice",
     ]
     return table(head, rows)
+
+
+def _beside_port(results: Mapping[str, Mapping[str, Any]], title: str) -> str:
+    """The same two kernels translated one by one (scripts/plain_port.py)."""
+    rows = []
+    for entry in acceptance.ENTRIES:
+        for shape, result in results.items():
+            ms, port = result["elapsed_ms"][entry], result.get("direct_translation_ms", {"error": "not reached"})
+            theirs = (
+                [port["error"].splitlines()[0].replace("|", "/"), ""]
+                if "error" in port
+                else [f"{port[entry]:.3f}", f"{port[entry] / ms:.1f}x"]
+            )
+            rows.append([f"{entry} {shape}", f"{ms:.3f}", *theirs])
+    return table(["kernel, shape", title, "direct translation", "gain"], rows)
 
 
 def _stages(results: Mapping[str, Mapping[str, Any]]) -> str:

@@ -178,6 +178,28 @@ def test_report_without_times_by_kernel(tmp_path):
     assert not list((tmp_path / "calibration").iterdir())
 
 
+def test_the_direct_translation_is_timed_beside_it_or_says_why_not(monkeypatch, tmp_path):
+    x = npu_measure.make_inputs("N16_P64_R4_C8", 1, 16, 2, 1, torch.bfloat16, "cpu")
+    found = npu_measure.direct_translation(x, npu_measure.gradient_of(x, 1), dry_run=True)
+    assert set(found) == {"bwd_fwd", "bwd_bwd"} and min(found.values()) > 0
+
+    def overflow(*_):
+        raise RuntimeError("ub overflow, requires 5111808 bits\nand more")
+
+    monkeypatch.setattr(npu_measure.plain_port, "bwd_fwd", overflow)
+    refused = npu_measure.direct_translation(x, npu_measure.gradient_of(x, 1), dry_run=True)
+    assert refused == {"error": "RuntimeError: ub overflow, requires 5111808 bits\nand more"}
+    small, ms = "N16_P64_R4_C8", {"bwd_fwd": 1.0, "bwd_bwd": 1.0}
+    results = [
+        result(small, ms, direct_translation_ms=refused),
+        result(SHAPE, ms, direct_translation_ms={**ms, "bwd_bwd": 8.0}),
+    ]
+    written(tmp_path, results)
+    text = (tmp_path / "report.md").read_text()
+    assert f"| bwd_bwd {SHAPE} | 2.000 | 8.000 | 4.0x |" in text
+    assert f"| bwd_fwd {small} | 2.000 | RuntimeError: ub overflow, requires 5111808 bits |  |" in text
+
+
 def test_errors_above_the_standard_are_named(monkeypatch):
     good = {"l2": 1e-6, "mean": 1e-6}
     found = {"fp32": {"dq": good, "dk": {"l2": math.nan, "mean": 1e-6}}, "bf16": {"dv": {"l2": 0.006, "mean": 1.0}}}
