@@ -83,6 +83,13 @@ def test_a_loss_on_the_state_is_refused_when_compiled():
         (out.sum() + ssm.sum()).backward()
 
 
+def test_a_second_derivative_is_refused_when_compiled():
+    x = leaves(make(S=20, device=DEVICE))
+    (first,) = torch.autograd.grad(torch.compile(call, backend="aot_eager")(x).square().sum(), x.V, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"double backward|does not require grad"):
+        first.sum().backward()
+
+
 def test_a_broken_argument_is_named_when_compiled():
     x = make(device=DEVICE)
     with pytest.raises(ValueError, match="chunk_size is 4"):

@@ -139,6 +139,7 @@ def test_fewer_programs_than_tasks(monkeypatch):
         return replace(plan.plain_plan(*args), cube_cores=2, vector_cores=4)
 
     monkeypatch.setattr(ascend, "plain_plan", few)
+    assert few(16, 16, 2, x.dtype, "cpu").vector_grid(65536) == (4,)
     for a, b in zip(many, (ascend.forward(x)[0], *ascend.backward(x, grad_out)), strict=True):
         assert torch.equal(a, b)
 
@@ -209,6 +210,14 @@ def test_extreme_trapezoid_weights_and_steps(family, small_tiles):
 def test_sizes_that_do_not_fit_are_refused_before_launch(family):
     with pytest.raises(ValueError, match="N = 2048"):
         family.forward(make(1, 8, 1, N=2048, device=DEVICE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N, P, R", [(128, 128, 4), (256, 64, 4), (128, 64, 8)])
+def test_large_tiles_in_fp32_fit_on_the_chip(family, N, P, R):
+    """The sizes that ask for the most shared memory, with the norm and without."""
+    for norm in (False, True):
+        check(family, make(1, 70, H=1, R=R, N=N, P=P, norm=norm, device=DEVICE))
 
 
 def test_float64_is_refused(family):
