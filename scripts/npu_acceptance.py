@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STEPS = ("doctor", "tests", "measure", "loss_curve")
 PATIENCE = {"doctor": 300, "tests": 3600, "measure": 1800, "loss_curve": 3600}  # seconds, of each process
 DRY_SHAPES = ("N16_P64_R4_C8", "N128_P64_R1_C64")
-TESTS = ("tests/ops/test_kernels.py", "tests/ops/test_upstream.py", "tests/ops/test_api.py")
+TESTS = [f"tests/ops/test_{name}.py" for name in ("kernels", "precision", "random_shapes", "upstream", "api")]
 DRY_TESTS = ("tests/ops/test_kernels.py", "-k", "triton-ascend and rank and options")
 DRY_RUN = {  # of the loss-curve comparison: seconds on a CPU
     "model.hybrid_override_pattern": "M", "model.hidden_size": 32, "model.ffn_hidden_size": 32,
@@ -32,7 +32,7 @@ DRY_RUN = {  # of the loss-curve comparison: seconds on a CPU
 }  # fmt: skip
 # What a step imports beside the operator's own needs, and how to get it.
 NEEDED = {
-    "tests": {"pytest": "pip install pytest"},
+    "tests": {"pytest": "pip install pytest", "hypothesis": "pip install hypothesis"},
     "loss_curve": {
         "megatron.core": "pip install --no-deps megatron-core==0.16.1, or a Megatron-LM tree on PYTHONPATH",
         "einops": "pip install einops", "matplotlib": "pip install matplotlib", "tqdm": "pip install tqdm",

@@ -319,3 +319,10 @@ def test_dry_run_of_the_script(tmp_path):
 def test_the_table_names_every_official_shape():
     text = acceptance_table({s.name: {"bwd_fwd": 1.0, "bwd_bwd": 1.0} for s in cases.official_shapes()})
     assert text.count("| bwd_bwd N") == 11 and "bwd_bwd: of 11 shapes meet the rule" in text
+
+
+def test_the_tests_it_runs_are_there():
+    for path in npu_acceptance.TESTS:
+        assert (ROOT / path).is_file(), path
+    (command,) = npu_acceptance.commands("tests", Path("out"), [], dry_run=False).values()
+    assert command[-len(npu_acceptance.TESTS) :] == npu_acceptance.TESTS and "--junitxml=out/tests.xml" in command
