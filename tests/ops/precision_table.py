@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -38,18 +39,24 @@ UPSTREAM_NAMES = {"dadt": "dA", "dmimo_out": "dmimo_o", "dd": "dD", "dnorm_weigh
 BEGIN, END = "<!-- precision table: begin -->", "<!-- precision table: end -->"
 
 
-def measure(device: str, cases: dict, B: int, S: int, H: int, jobs: int) -> dict:
+def measure(
+    device: str, cases: dict, B: int, S: int, H: int, jobs: int, save: Callable[[dict], None] = lambda errors: None
+) -> dict:
     """{case: {implementation: {gradient: error}}}; implementations are the families and TileLang. Every case has a
     process of its own, since compiling takes most of the time and TileLang's first kernel of a process may be wrong;
-    they are dealt out over the GPUs."""
+    they are dealt out over the GPUs. `save` gets what there is so far, after every case."""
     devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if device == "cuda" else [device]
-    tasks = [(B, S, H, place, case) for place, case in zip(itertools.cycle(devices), cases.values(), strict=False)]
+    tasks = [(B, S, H, place, name, *case) for place, (name, case) in zip(itertools.cycle(devices), cases.items())]
+    errors = {}
     with get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
-        return dict(zip(cases, pool.starmap(measure_one, tasks, chunksize=1), strict=True))
+        for name, found in pool.imap_unordered(measure_one, tasks):
+            errors[name] = found
+            save(errors)
+    return {name: errors[name] for name in cases}
 
 
-def measure_one(B: int, S: int, H: int, device: str, case: tuple[tuple[int, ...], bool]) -> dict:
-    (N, P, R, C), norm = case
+def measure_one(task: tuple) -> tuple[str, dict]:
+    B, S, H, device, name, (N, P, R, C), norm = task
     if device != "cpu":
         torch.cuda.set_device(device)
     x = make(
@@ -57,16 +64,16 @@ def measure_one(B: int, S: int, H: int, device: str, case: tuple[tuple[int, ...]
     )  # fmt: skip
     grad_out = torch.randn(x.V.shape, generator=torch.Generator().manual_seed(1)).to(device, x.dtype)
     true = reference.backward(doubled(x), grad_out.double())
-    found = {name: registry.load(name).backward(x, grad_out) for name in FAMILIES if not registry.missing(name)}
-    result = {name: errors(grads, true) for name, grads in found.items()}
+    found = {f: registry.load(f).backward(x, grad_out) for f in FAMILIES if not registry.missing(f)}
+    result = {implementation: errors(grads, true) for implementation, grads in found.items()}
     try:
         grads = upstream_gradients(x, grad_out)
     except Exception as error:  # of a compiler that is not ours: the other cases are worth having
-        print(f"TileLang at {case}: {error!r}", file=sys.stderr)
-        return result
+        print(f"TileLang at {name}: {error!r}", file=sys.stderr)
+        return name, result
     if grads is not None:
         result["tilelang"] = errors(grads, true)
-    return result
+    return name, result
 
 
 def doubled(x: Inputs) -> Inputs:
@@ -186,7 +193,13 @@ def main() -> int:
         }
     elif torch.cuda.is_available():
         where = f"{torch.cuda.get_device_name()}, B 1 S 512 H 16 G 1"
-        saved = {"where": where, "errors": measure("cuda", CASES, 1, 512, 16, min(len(CASES), os.cpu_count()))}
+
+        def save(errors: dict) -> None:
+            if args.json:
+                args.json.write_text(json.dumps({"where": where, "errors": errors}, indent=1))
+
+        jobs = min(len(CASES), os.cpu_count())
+        saved = {"where": where, "errors": measure("cuda", CASES, 1, 512, 16, jobs, save)}
     else:
         parser.error("needs a GPU, or --from FILE, or --cpu")
     text = section(saved)
