@@ -5,7 +5,7 @@ import torch
 
 from mindspeed_mamba3_plugin.ops.triton.plan import plain_plan
 
-SIZES = ["512,64,4,bf16", "48,96,3,fp32", "16,16,16,bf16", "64,256,1,fp32"]
+SIZES = ["512,64,4,bf16", "256,128,4,fp32", "48,96,3,fp32", "16,16,16,bf16", "64,256,1,fp32"]
 
 
 def test_what_is_planned_compiles(in_ascend_environment):
@@ -14,7 +14,7 @@ def test_what_is_planned_compiles(in_ascend_environment):
 
 
 @pytest.mark.parametrize(
-    "N, P, R, dtype", [(256, 256, 1, torch.bfloat16), (128, 64, 32, torch.bfloat16), (256, 128, 4, torch.float32)]
+    "N, P, R, dtype", [(256, 256, 1, torch.bfloat16), (128, 64, 32, torch.bfloat16), (512, 128, 4, torch.float32)]
 )
 def test_what_does_not_fit_is_refused_with_the_sizes(N, P, R, dtype):
     with pytest.raises(

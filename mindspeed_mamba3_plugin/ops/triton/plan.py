@@ -67,15 +67,15 @@ def _ascend_tokens(N: int, P: int, R: int, dtype: torch.dtype) -> int:
     """Tokens of a chunk: as many as fit, up to 128 rows (more only adds work) and 64 tokens (tiles of tokens by
     tokens are element-wise work).
 
-    The largest kernel, `products`, keeps dk and dv of the chunk and one rank's dq in L0C, and every operand in L1,
-    the states twice (loaded ahead); `outer` keeps a state in L0C.
+    L0C keeps one result at a time. L1 keeps what the largest kernel, `products`, takes: q and k twice, since those of
+    the next chunk are loaded ahead, both states, some of the rows of P twice, and the products of rows with rows.
     """
     RP, N2, PP = next_power_of_2(R), 2 * max(8, next_power_of_2(N // 2)), max(16, next_power_of_2(P))
     for C in (64, 32, 16, 8):
         M = RP * C
-        l0c = 4 * max(M * N2 + M * PP + C * max(N2, M), N2 * PP)
-        l1 = dtype.itemsize * (2 * M * N2 + 4 * M * PP + 4 * N2 * PP + 2 * M * M)
-        if M <= 128 and l0c <= _L0C and l1 < _L1:
+        l0c = 4 * max(M * N2, M * PP, M * M, N2 * PP)
+        l1 = dtype.itemsize * (4 * M * N2 + 2 * N2 * PP + 6 * M * PP + 4 * M * M)
+        if M <= 128 and l0c <= _L0C and l1 <= _L1:
             return C
     raise ValueError(
         f"N = {N}, P = {P}, R = {R}, operands in {dtype}: the matrix products of {C} tokens have {M} rows and need "

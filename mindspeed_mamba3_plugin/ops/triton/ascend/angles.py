@@ -20,7 +20,7 @@ _PI = tl.constexpr(3.141592653589793)
 @triton.jit
 def _turns_kernel(
     angles, dt, table, local, coarse, fine, tasks, blocks, H, S,
-    C: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, NH: tl.constexpr, HB: tl.constexpr,
+    C: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, HB: tl.constexpr,
 ):  # fmt: skip
     t = tl.arange(0, C)
     token = t[:, None, None]
@@ -46,7 +46,7 @@ def _turns_kernel(
         rounded = tl.floor(turns * 4096.0 + 0.5) * (1.0 / 4096.0)
         rest = tl.cumsum(turns - rounded, axis=0)
         whole = tl.cumsum(rounded, axis=0)
-        tl.store(local + ((chunk * H + head) * C + token) * NH + n, wrap(whole) + rest, mask=known)
+        tl.store(local + ((chunk * H + head) * C + token) * A + n, wrap(whole) + rest, mask=known)
         at_end = token == C - 1
         out = (chunk * H + h[:, None]) * A + col
         known = (h[:, None] < H) & (col < A)
@@ -77,8 +77,17 @@ def _turn_scan_kernel(coarse, fine, bounds, turns, final, tasks, width, W: tl.co
 
 
 @triton.jit
+def _sine(x):
+    """sin(pi x) for x in [-1/2, 1/2], within 2e-7: the least largest error of a polynomial of its degree."""
+    y = x * x
+    p = 2.55006972633 + y * (-0.59824212638 + y * 0.07756038691)
+    return x * (3.14159263690 + y * (-5.16770968480 + y * p))
+
+
+@triton.jit
 def _angles_kernel(
-    turns, cos, sin, tasks, H, C: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, NH: tl.constexpr, HB: tl.constexpr
+    turns, local, cos, sin, tasks, H,
+    C: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, NH: tl.constexpr, HB: tl.constexpr,
 ):  # fmt: skip
     token = tl.arange(0, C)[None, :, None]
     n = tl.arange(0, AP)[None, None, :]
@@ -86,11 +95,13 @@ def _angles_kernel(
     for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
         task = tl.cast(i, tl.int64) * HB + tl.arange(0, HB)[:, None, None]
         known = (task < H) & (n < A)
-        place = (task * C + token) * NH
         turn = tl.load(turns + task * A + n, mask=known, other=0.0)
-        theta = wrap(turn + tl.load(cos + place + n, mask=known, other=0.0)) * _PI
-        tl.store(cos + place + n, tl.cos(theta), mask=known)
-        tl.store(sin + place + n, tl.sin(theta), mask=known)
+        u = wrap(turn + tl.load(local + (task * C + token) * A + n, mask=known, other=0.0))
+        size = tl.abs(u)
+        place = (task * C + token) * NH
+        tl.store(cos + place + n, _sine(0.5 - size), mask=known)
+        s = _sine(0.5 - tl.abs(size - 0.5))
+        tl.store(sin + place + n, tl.where(u < 0, -s, s), mask=known)
         if A < NH:  # not rotated
             rest = (task < H) & (every >= A)
             tl.store(cos + place + every, tl.full((HB, C, NH), 1.0, dtype=tl.float32), mask=rest)
@@ -105,21 +116,24 @@ def angles(x: Inputs, chunks: Chunks, plan: Plan) -> tuple[Tensor, Tensor, Tenso
     sin = torch.empty_like(cos)
     final = torch.empty(chunks.sequences, H, A, dtype=torch.float32, device=x.V.device)
     coarse = torch.empty(chunks.count, H, A, dtype=torch.float32, device=x.V.device)
+    local = torch.empty(chunks.count, H, plan.C, A, dtype=torch.float32, device=x.V.device)
     fine, turns = torch.empty_like(coarse), chunks.new(coarse, torch.float32)
     AP = next_power_of_2(A)
     HB = plan.heads(H, plan.C * max(8, AP))
     blocks = -(-H // HB)
     tasks = chunks.count * blocks
     _turns_kernel[plan.vector_grid(tasks)](
-        x.Angles, x.DT, chunks.table, cos, coarse, fine, tasks, blocks, H, S, C=plan.C, A=A, AP=AP, NH=plan.NH, HB=HB
+        x.Angles, x.DT, chunks.table, local, coarse, fine, tasks, blocks, H, S, C=plan.C, A=A, AP=AP, HB=HB
     )
     W = min(256, next_power_of_2(H * A))
     lines = chunks.sequences * -(-H * A // W)
     _turn_scan_kernel[plan.vector_grid(lines)](coarse, fine, chunks.bounds, turns, final, lines, H * A, W=W)
     heads = chunks.count * H
-    HB = plan.heads(heads, 2 * plan.C * max(8, AP))
+    HB = plan.heads(heads, 1 * plan.C * max(8, AP))
     tasks = -(-heads // HB)
-    _angles_kernel[plan.vector_grid(tasks)](turns, cos, sin, tasks, heads, C=plan.C, A=A, AP=AP, NH=plan.NH, HB=HB)
+    _angles_kernel[plan.vector_grid(tasks)](
+        turns, local, cos, sin, tasks, heads, C=plan.C, A=A, AP=AP, NH=plan.NH, HB=HB
+    )
     return cos, sin, final
 
 

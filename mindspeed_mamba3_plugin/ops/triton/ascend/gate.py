@@ -126,17 +126,17 @@ def _gate_bwd_kernel(
             back_z = up_z * down if REDUCE else up_z
         if WEIGHT:
             weight = tl.load(norm_weight + h * P + p, mask=p < P, other=0.0).to(tl.float32)
-        sum_out = tl.zeros((RP, PP), dtype=tl.float32)
-        sum_z = tl.zeros((RP, PP), dtype=tl.float32)
-        sum_weight = tl.zeros((RP, PP), dtype=tl.float32)
-        sum_d = tl.zeros((RP, PP), dtype=tl.float32)
+        sum_out = tl.zeros((RP, BT, PP), dtype=tl.float32)
+        sum_z = tl.zeros((RP, BT, PP), dtype=tl.float32)
+        sum_weight = tl.zeros((RP, BT, PP), dtype=tl.float32)
+        sum_d = tl.zeros((RP, BT, PP), dtype=tl.float32)
         for part in range(0, C // BT):
             t = part * BT + token[None, :, None]
             row = part * BT + token
             seen = (t < reach) & (p < P)
             source = ((start + t) * H + h) * P + p
             place = (task * RP * C + r * C + t) * PP + p
-            carry = tl.load(carry_in + task * C + t) + tl.zeros((1, BT, PP), dtype=tl.float32)
+            carry = tl.load(carry_in + task * C + t)
             from_state = tl.load(carried + place) * carry
             y = tl.load(inside + place) + from_state
             if HAS_D:
@@ -162,9 +162,9 @@ def _gate_bwd_kernel(
                 silu = x * open_
                 dsilu = y * g
                 if REDUCE:
-                    sum_out += tl.sum(dsilu * silu, axis=1)
+                    sum_out += dsilu * silu
                 dx = dsilu * (open_ + silu - silu * open_)
-                sum_z += tl.sum(dx * zr, axis=1)
+                sum_z += dx * zr
                 target = ((start + row[:, None]) * H + h) * P + col
                 tl.store(
                     dz + target,
@@ -173,16 +173,16 @@ def _gate_bwd_kernel(
                 )
                 dy = silu * dy
             elif REDUCE:
-                sum_out += tl.sum(y * g, axis=1)
+                sum_out += y * g
             if REDUCE:
                 dy = dy * down
             if NORM:
                 if WEIGHT:
-                    sum_weight += tl.sum(dy * unit, axis=1)
+                    sum_weight += dy * unit
                     dy *= weight
                 dy = rstd * (dy - unit * (tl.sum(dy * unit, axis=2)[:, :, None] / P))
             if HAS_D:
-                sum_d += tl.sum(dy * value, axis=1)
+                sum_d += dy * value
             tl.store(do + place, narrow(dy, do.dtype.element_ty))
             tl.store(do_in + place, narrow(dy * carry, do_in.dtype.element_ty))
             tl.store(dcarry_in + task * C + row, tl.sum(tl.sum(dy * from_state, axis=0), axis=1))
@@ -190,15 +190,17 @@ def _gate_bwd_kernel(
         rank = (h * R + ranks) * P + col
         known = (ranks < R) & (col < P)
         if REDUCE:
-            tl.store(dmimo_out + own, sum_out)
+            tl.store(dmimo_out + own, tl.sum(sum_out, axis=1))
         if HAS_Z:
+            through = tl.sum(sum_z, axis=1)
             if REDUCE:
-                sum_z *= tl.load(mimo_out + rank, mask=known, other=0.0).to(tl.float32)
-            tl.store(dmimo_z + own, sum_z)
+                through *= tl.load(mimo_out + rank, mask=known, other=0.0).to(tl.float32)
+            tl.store(dmimo_z + own, through)
         if WEIGHT:
-            tl.store(dnorm_weight + own, sum_weight)
+            tl.store(dnorm_weight + own, tl.sum(sum_weight, axis=1))
         if HAS_D:
-            tl.store(dd + own, sum_d * tl.load(mimo_v + rank, mask=known, other=0.0).to(tl.float32))
+            up = tl.load(mimo_v + rank, mask=known, other=0.0).to(tl.float32)
+            tl.store(dd + own, tl.sum(sum_d, axis=1) * up)
 
 
 class GateGradients(NamedTuple):
