@@ -35,10 +35,10 @@ def test_what_does_not_fit_is_refused_with_its_sizes(N, P, R):
 
 
 def test_a_chip_with_less_shared_memory_gets_fewer_rows_or_a_refusal():
-    rows = [(p := gpu_plan(256, 128, 4, torch.bfloat16, capability)).C * p.RP for capability in (90, 80, 89)]
-    assert rows == [64, 64, 16]
+    rows = [(p := gpu_plan(256, P, 4, torch.bfloat16, sm)).C * p.RP for sm, P in ((90, 128), (80, 128), (89, 64))]
+    assert rows == [64, 32, 16]
     with pytest.raises(ValueError, match=r"N = 256, P = 128, R = 4 .* shared memory, sm_89"):
-        gpu_plan(256, 128, 4, torch.float32, 89)
+        gpu_plan(256, 128, 4, torch.bfloat16, 89)
 
 
 def test_two_halves_give_every_gradient_once():

@@ -164,10 +164,12 @@ def gpu_plan(N: int, P: int, R: int, dtype: torch.dtype, capability: int) -> Gpu
     if NH > 128 or PP > 128 or RP > 64:
         raise ValueError(f"N = {N}, P = {P}, R = {R}: the GPU kernels take N <= 256, P <= 128 and R <= 64")
     # Small tiles in the interpreter: short tests then cross the bounds of chunks and tiles. fp32 products unroll into
-    # single multiply-adds: small tiles keep their operands in registers.
-    rows, width = (32, 16) if capability == 0 else (16, 32) if dtype == torch.float32 else (64, 64)
+    # single multiply-adds: small tiles keep their operands in registers. So do 32 rows without wgmma.
+    single, wgmma = dtype == torch.float32, capability >= 90
+    rows, width = (32, 16) if capability == 0 else (16, 32) if single else (64 if wgmma else 32, 64)
     shared = 1024 * _SHARED_KIB.get(capability, 99)
-    while (need := _shared_bytes(max(rows, RP), NH, PP, dtype.itemsize)) > shared and rows > max(16, RP):
+    copies = 4 if single or wgmma or capability == 0 else 8
+    while (need := _shared_bytes(max(rows, RP), NH, PP, dtype.itemsize, copies)) > shared and rows > max(16, RP):
         rows //= 2
     if need > shared:
         raise ValueError(
@@ -176,14 +178,15 @@ def gpu_plan(N: int, P: int, R: int, dtype: torch.dtype, capability: int) -> Gpu
     C, NW, PW = max(1, rows // RP), min(NH, width), min(PP, width)
     how = {"num_warps": 4}
     # With small states 168 registers spill little, and let a third program onto a multiprocessor.
-    backward = how | {"maxnreg": 168} if dtype != torch.float32 and max(2 * NH, PP) <= 64 else how
+    backward = how | {"maxnreg": 168} if wgmma and not single and max(2 * NH, PP) <= 64 else how
     store = torch.float32 if dtype == torch.float32 else torch.float16
     return GpuPlan(C, RP, NH // NW, NW, PP // PW, PW, how, how, backward, backward, store)
 
 
-def _shared_bytes(M: int, NH: int, PP: int, size: int) -> int:
-    """Shared memory of the main kernels: a state, q, k, v and the gradient of O, and what reductions take."""
-    return size * (2 * NH * PP + 4 * NH * M + 2 * PP * M) + 2048
+def _shared_bytes(M: int, NH: int, PP: int, size: int, copies: int) -> int:
+    """Shared memory of the main kernels: a state, q and k (twice where wgmma does not read them from there in either
+    order), v and the gradient of O, and what reductions take."""
+    return size * (2 * NH * PP + copies * NH * M + 2 * PP * M) + 2560
 
 
 def target_of(device: torch.device) -> str:
