@@ -12,18 +12,20 @@ from ..blocks import dot, narrow
 from ..chunks import Chunks
 from ..plan import GpuPlan
 from .angles import CHI, CLO, OWN, SHARE, Turns
-from .tiles import (
-    by_column,
-    by_state,
-    columns,
-    left_halves,
-    load,
+from .loads import (
     load_by_rank,
     load_by_token,
     load_halves,
     load_states,
     load_turn,
     load_values,
+)  # fmt: skip
+from .tiles import (
+    by_column,
+    by_state,
+    columns,
+    left_halves,
+    load,
     over_ranks,
     pin,
     pin_all,

@@ -15,18 +15,8 @@ from ..blocks import dot, narrow
 from ..chunks import Chunks
 from ..plan import GpuPlan
 from .angles import Turns
-from .outputs import mixing, with_skip
-from .tiles import (
-    apart,
-    by_state,
-    by_state_transposed,
-    columns,
+from .loads import (
     core_gradient,
-    cross,
-    flat,
-    left,
-    left_halves,
-    load,
     load_by_row,
     load_by_token,
     load_core_parts,
@@ -35,6 +25,18 @@ from .tiles import (
     load_states,
     load_turn,
     load_values,
+)  # fmt: skip
+from .outputs import mixing, with_skip
+from .tiles import (
+    apart,
+    by_state,
+    by_state_transposed,
+    columns,
+    cross,
+    flat,
+    left,
+    left_halves,
+    load,
     over_ranks,
     pin,
     pin_all,

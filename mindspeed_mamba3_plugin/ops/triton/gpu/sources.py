@@ -15,18 +15,8 @@ from ..blocks import dot, narrow
 from ..chunks import Chunks
 from ..plan import GpuPlan
 from .angles import CHI, CLO, EXIT, OWN, SHARE, Turns
-from .outputs import with_skip
-from .tiles import (
-    apart,
-    by_column,
-    by_state,
-    by_state_transposed,
-    columns,
+from .loads import (
     core_gradient,
-    cross,
-    left,
-    left_halves,
-    load,
     load_by_row,
     load_by_token,
     load_core_parts,
@@ -34,6 +24,18 @@ from .tiles import (
     load_states,
     load_turn,
     load_values,
+)  # fmt: skip
+from .outputs import with_skip
+from .tiles import (
+    apart,
+    by_column,
+    by_state,
+    by_state_transposed,
+    columns,
+    cross,
+    left,
+    left_halves,
+    load,
     over_ranks,
     per_token,
     pin,

@@ -12,15 +12,17 @@ from ..blocks import dot, narrow
 from ..chunks import Chunks
 from ..plan import GpuPlan
 from .angles import CHI, EXIT, SHARE, Turns
-from .tiles import (
-    columns,
+from .loads import (
     core_gradient,
-    left_halves,
-    load,
     load_core_parts,
     load_halves,
     load_turn,
     load_values,
+)  # fmt: skip
+from .tiles import (
+    columns,
+    left_halves,
+    load,
     pin_all,
     power2,
     right,
