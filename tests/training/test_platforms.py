@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -33,7 +34,25 @@ def test_nothing_of_the_cpu_platform_is_active_beside_a_gpu():
 def test_platforms_share_their_names():
     for module, name in ((cpu, "cpu"), (cuda, "cuda"), (npu, "npu")):
         assert name == module.NAME and module.COLLECTIVE_BACKEND in ("gloo", "nccl", "hccl")
-        assert all(callable(getattr(module, f)) for f in ("activate", "device", "synchronize"))
+        assert all(callable(getattr(module, f)) for f in ("activate", "device", "synchronize", "peak_memory"))
+
+
+def test_a_rank_takes_its_own_gpu_and_deterministic_algorithms(monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setenv("NCCL_ALGO", "Tree")  # what the user has set stays
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        cuda.activate()
+        assert taken == [3] and torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and os.environ["NCCL_ALGO"] == "Tree"
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(before)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
 @pytest.mark.skipif(platforms.detect() != "cpu", reason="needs a machine without an accelerator")
