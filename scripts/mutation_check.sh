@@ -5,4 +5,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/_env.sh
 ensure_environment cpu,test
 export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
-exec "$PYTHON" tests/ops/mutation_check.py
+exec "$PYTHON" tests/ops/mutation_check.py "$@"

@@ -1,6 +1,7 @@
 """Plant errors in a copy of the operator, one at a time, and see that the tests of the plain family notice each.
 
-Run by scripts/mutation_check.sh. A mutation that survives is a hole in the tests.
+Run by scripts/mutation_check.sh; arguments are the names of the mutations to try, all by default. A mutation that
+survives is a hole in the tests.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from mindspeed_mamba3_plugin.ops.types import GRADIENT_NAMES  # noqa: E402
 
 
 class Mutation(NamedTuple):
-    """Replace `old`, which must occur exactly once in `path`, by `new`."""
+    """Replace `old`, which must occur exactly once in `path`, by `new`; `tests` are pytest's arguments."""
 
     name: str
     path: str
     old: str
     new: str
+    tests: tuple[str, ...] = ("tests/ops/test_kernels.py", "-k", "ascend and options_in_fp32")
 
 
 _BACKWARD = "    return bwd_bwd(x, bwd_fwd(x, grad_out))\n"
@@ -57,8 +59,8 @@ SLIPS = [
     Mutation(
         "angle of the neighbour",
         f"{FAMILY}/angles.py",
-        "out = ((chunk * H + h) * C + t[:, None]) * NH",
-        "out = ((chunk * H + h) * C + (t[:, None] + 1) % C) * NH",
+        "tl.load(local + (task * C + token) * A + n",
+        "tl.load(local + (task * C + (token + 1) % C) * A + n",
     ),
     Mutation(
         "D dropped in the backward",
@@ -87,8 +89,8 @@ SLIPS = [
     Mutation(
         "heads of a group summed too few",
         f"{FAMILY}/rotate.py",
-        "(g + 1) * (H // G)",
-        "(g + 1) * (H // G) - (H // G - 1)",
+        "dk_hi = tl.zeros((RP, BT, NH), dtype=tl.float32)\n        for h in range(g * (H // G), (g + 1) * (H // G)):",
+        "dk_hi = tl.zeros((RP, BT, NH), dtype=tl.float32)\n        for h in range(g * (H // G), g * (H // G) + 1):",
     ),
     Mutation(
         "norm's mean over padding",
@@ -97,6 +99,13 @@ SLIPS = [
         "tl.sum(dy * unit, axis=2)[:, :, None] / PP",
     ),
     Mutation("half a turn too much a chunk", f"{FAMILY}/angles.py", "turn = wrap(total)", "turn = total + 0.5"),
+    Mutation(
+        "rounded operands with the norm",
+        "mindspeed_mamba3_plugin/ops/triton/plan.py",
+        "return torch.float32 if x.fuse_norm else x.dtype",
+        "return x.dtype",
+        ("tests/ops/test_precision.py", "-k", "ascend and nearly_cancels"),
+    ),
 ]
 
 
@@ -107,13 +116,9 @@ def survives(mutation: Mutation) -> bool:
         shutil.copytree(ROOT / "mindspeed_mamba3_plugin", copy / "mindspeed_mamba3_plugin")
         shutil.copytree(ROOT / "tests", copy / "tests")
         target = copy / mutation.path
-        text = target.read_text()
-        if text.count(mutation.old) != 1:
-            raise SystemExit(f"{mutation.name}: its text occurs {text.count(mutation.old)} times in {mutation.path}")
-        target.write_text(text.replace(mutation.old, mutation.new))
+        target.write_text(target.read_text().replace(mutation.old, mutation.new))
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/ops/test_kernels.py",
-             "-k", "ascend and options_in_fp32"],
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutation.tests],
             cwd=copy,
             env={**os.environ, "PYTHONPATH": str(copy)},
             capture_output=True,
@@ -125,12 +130,16 @@ def survives(mutation: Mutation) -> bool:
 
 
 def main() -> int:
+    chosen = [m for m in (*SCALED, *SLIPS) if not sys.argv[1:] or m.name in sys.argv[1:]]
+    for mutation in chosen:
+        if (count := (ROOT / mutation.path).read_text().count(mutation.old)) != 1:
+            raise SystemExit(f"{mutation.name}: its text occurs {count} times in {mutation.path}")
     survivors = []
-    for mutation in (*SCALED, *SLIPS):
+    for mutation in chosen:
         alive = survives(mutation)
         survivors += [mutation.name] * alive
         print(f"{'SURVIVED' if alive else 'caught':<9} {mutation.name}", flush=True)
-    print(f"{len(SCALED) + len(SLIPS)} mutations, {len(survivors)} survived")
+    print(f"{len(chosen)} mutations, {len(survivors)} survived")
     return 1 if survivors else 0
 
 
