@@ -14,14 +14,23 @@ from ..blocks import narrow
 from ..chunks import Chunks
 from ..plan import Plan
 
+try:  # from triton-ascend 3.2.1 on
+    from triton.language.extra.cann.extension import extract_slice
+except ImportError:  # 3.2.0 has it in the language; elsewhere no tile is cut
+    extract_slice = getattr(tl, "extract_slice", None)
+
+
+def _cut(plan: Plan) -> bool:
+    return plan.cut_tiles and extract_slice is not None
+
 
 @triton.jit
 def _halves(x, rows, seen, RP: tl.constexpr, BT: tl.constexpr, N: tl.constexpr, NH: tl.constexpr, CUT: tl.constexpr):
     """Both halves of rows of N columns, fp32 [RP, BT, NH], 0 in rows that are not seen and in padding."""
     if CUT and N == 2 * NH:  # one transfer in long rows
         both = tl.load(x + rows + tl.arange(0, N)[None, None, :], mask=seen, other=0.0).to(tl.float32)
-        lo = tl.extract_slice(both, (0, 0, 0), (RP, BT, NH), (1, 1, 1))
-        return lo, tl.extract_slice(both, (0, 0, NH), (RP, BT, NH), (1, 1, 1))
+        lo = extract_slice(both, (0, 0, 0), (RP, BT, NH), (1, 1, 1))
+        return lo, extract_slice(both, (0, 0, NH), (RP, BT, NH), (1, 1, 1))
     else:
         n = tl.arange(0, NH)[None, None, :]
         inside = seen & (n < N // 2)
@@ -75,7 +84,7 @@ def rotate(x: Inputs, chunks: Chunks, plan: Plan, cos: Tensor, sin: Tensor) -> t
     tasks = chunks.count * G * (plan.C // BT)
     _rotate_kernel[plan.vector_grid(tasks)](
         x.Q, x.K, x.Q_bias, x.K_bias, cos, sin, chunks.table, q, k, tasks, H, G,
-        C=plan.C, R=R, RP=plan.RP, N=N, NH=plan.NH, BT=BT, CUT=plan.cut_tiles,
+        C=plan.C, R=R, RP=plan.RP, N=N, NH=plan.NH, BT=BT, CUT=_cut(plan),
     )  # fmt: skip
     return q, k
 
@@ -168,7 +177,7 @@ def rotate_bwd(
     tasks = chunks.count * G * parts
     _rotate_bwd_kernel[plan.vector_grid(tasks)](
         dq, dk, x.Q, x.K, x.Q_bias, x.K_bias, cos, sin, chunks.table, dq_out, dk_out, bias[0], bias[1], dtheta,
-        tasks, H, G, C=plan.C, R=R, RP=plan.RP, N=N, NH=plan.NH, BT=BT, CUT=plan.cut_tiles,
+        tasks, H, G, C=plan.C, R=R, RP=plan.RP, N=N, NH=plan.NH, BT=BT, CUT=_cut(plan),
         ROUND=plan.dtype != torch.float32,
     )  # fmt: skip
     bias = bias.sum(dim=(1, 3))[:, :, :R]
