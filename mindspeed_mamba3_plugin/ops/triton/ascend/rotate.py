@@ -80,7 +80,7 @@ def rotate(x: Inputs, chunks: Chunks, plan: Plan, cos: Tensor, sin: Tensor) -> t
     _, _, H, G, R, N, _ = x.sizes
     q = torch.empty(chunks.count, H, plan.M, plan.N2, dtype=plan.dtype, device=x.Q.device)
     k = torch.empty_like(q)
-    BT = plan.tokens(plan.NH)
+    BT = plan.tokens(plan.NH if plan.RP > 2 else 2 * plan.NH)  # cosines and sines take as much as two ranks
     tasks = chunks.count * G * (plan.C // BT)
     _rotate_kernel[plan.vector_grid(tasks)](
         x.Q, x.K, x.Q_bias, x.K_bias, cos, sin, chunks.table, q, k, tasks, H, G,
