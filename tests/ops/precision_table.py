@@ -3,9 +3,9 @@
     python tests/ops/precision_table.py [--live] [--json FILE]   on GPUs: measure, print the tables, save the numbers
     python tests/ops/precision_table.py --from FILE --write DOC  anywhere: put the tables of saved numbers into DOC
 
-TileLang's kernels are measured beside ours when mamba_ssm and tilelang can be imported (--live insists on it, and
-judges all shapes); otherwise the numbers of tilelang_accuracy.json stand in for them: state-spaces/mamba e9594ce,
-tilelang 0.1.8, an H200, its function `mamba_mimo_bwd_combined`. It is given exact accumulated angles.
+TileLang's kernels are measured beside ours when mamba_ssm and tilelang can be imported (--live insists on it;
+compiling takes minutes); otherwise the numbers of tilelang_accuracy.json stand in for them: state-spaces/mamba
+e9594ce, tilelang 0.1.8, an H200, its function `mamba_mimo_bwd_combined`. It is given exact accumulated angles.
 """
 
 from __future__ import annotations
@@ -42,21 +42,26 @@ BEGIN, END = "<!-- precision table: begin -->", "<!-- precision table: end -->"
 def measure(
     device: str, cases: dict, B: int, S: int, H: int, jobs: int, save: Callable[[dict], None] = lambda errors: None
 ) -> dict:
-    """{case: {implementation: {gradient: error}}}; implementations are the families and TileLang. Every case has a
-    process of its own, since compiling takes most of the time and TileLang's first kernel of a process may be wrong;
-    they are dealt out over the GPUs. `save` gets what there is so far, after every case."""
+    """{case: {implementation: {gradient: error}}}; implementations are the families and TileLang.
+
+    Each has a process of its own, since compiling takes most of the time and TileLang's first kernel of a process may
+    be wrong; they are dealt out over the GPUs, ours first. `save` gets what there is so far, after every process."""
     devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if device == "cuda" else [device]
-    tasks = [(B, S, H, place, name, *case) for place, (name, case) in zip(itertools.cycle(devices), cases.items())]
-    errors = {}
-    with get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
-        for name, found in pool.imap_unordered(measure_one, tasks):
-            errors[name] = found
-            save(errors)
-    return {name: errors[name] for name in cases}
+    names = [name for name in (*FAMILIES, "tilelang") if not registry.missing(name)]
+    work = [(name, case, *cases[case]) for name in names for case in cases]
+    tasks = [(B, S, H, place, *what) for place, what in zip(itertools.cycle(devices), work)]
+    errors: dict[str, dict] = {case: {} for case in cases}
+    with get_context("spawn").Pool(min(jobs, len(tasks)), maxtasksperchild=1) as pool:
+        for name, case, found in pool.imap_unordered(measure_one, tasks):
+            if found:
+                errors[case][name] = found
+                save(errors)
+    return errors
 
 
-def measure_one(task: tuple) -> tuple[str, dict]:
-    B, S, H, device, name, (N, P, R, C), norm = task
+def measure_one(task: tuple) -> tuple[str, str, dict | None]:
+    """One implementation at one case; None where TileLang's compiler fails, which it says."""
+    B, S, H, device, name, case, (N, P, R, C), norm = task
     if device != "cpu":
         torch.cuda.set_device(device)
     x = make(
@@ -64,16 +69,13 @@ def measure_one(task: tuple) -> tuple[str, dict]:
     )  # fmt: skip
     grad_out = torch.randn(x.V.shape, generator=torch.Generator().manual_seed(1)).to(device, x.dtype)
     true = reference.backward(doubled(x), grad_out.double())
-    found = {f: registry.load(f).backward(x, grad_out) for f in FAMILIES if not registry.missing(f)}
-    result = {implementation: errors(grads, true) for implementation, grads in found.items()}
+    if name != "tilelang":
+        return name, case, errors(registry.load(name).backward(x, grad_out), true)
     try:
-        grads = upstream_gradients(x, grad_out)
+        return name, case, errors(upstream_gradients(x, grad_out), true)
     except Exception as error:  # of a compiler that is not ours: the other cases are worth having
-        print(f"TileLang at {name}: {error!r}", file=sys.stderr)
-        return name, result
-    if grads is not None:
-        result["tilelang"] = errors(grads, true)
-    return name, result
+        print(f"TileLang at {case}: {error!r}", file=sys.stderr)
+        return name, case, None
 
 
 def doubled(x: Inputs) -> Inputs:
@@ -86,13 +88,11 @@ def errors(grads: Gradients, true: Gradients) -> dict[str, float]:
     return {n: relative_error(ours, t) for n, ours, t in named if t is not None}
 
 
-def upstream_gradients(x: Inputs, grad_out: torch.Tensor) -> Gradients | None:
-    """The same gradients by upstream's kernels, or None where they are not installed."""
-    try:
-        from mamba_ssm.ops.tilelang.mamba3.mamba3_mimo_bwd import mamba_mimo_bwd_combined
-        from mamba_ssm.ops.triton.mamba3.mamba3_mimo_utils import compute_dacs_segsum_triton
-    except ImportError:
-        return None
+def upstream_gradients(x: Inputs, grad_out: torch.Tensor) -> Gradients:
+    """The same gradients by upstream's kernels."""
+    from mamba_ssm.ops.tilelang.mamba3.mamba3_mimo_bwd import mamba_mimo_bwd_combined
+    from mamba_ssm.ops.triton.mamba3.mamba3_mimo_utils import compute_dacs_segsum_triton
+
     angles, dt = x.Angles.double().requires_grad_(), x.DT.double().requires_grad_()
     theta = torch.cumsum(torch.tanh(angles) * dt.transpose(1, 2)[..., None] * torch.pi, dim=1)
     dA_cs, dA_cs_rev, segsum = compute_dacs_segsum_triton(x.ADT.contiguous(), x.chunk_size)
@@ -198,8 +198,7 @@ def main() -> int:
             if args.json:
                 args.json.write_text(json.dumps({"where": where, "errors": errors}, indent=1))
 
-        jobs = min(len(CASES), os.cpu_count())
-        saved = {"where": where, "errors": measure("cuda", CASES, 1, 512, 16, jobs, save)}
+        saved = {"where": where, "errors": measure("cuda", CASES, 1, 512, 16, os.cpu_count(), save)}
     else:
         parser.error("needs a GPU, or --from FILE, or --cpu")
     text = section(saved)
