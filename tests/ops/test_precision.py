@@ -38,11 +38,13 @@ def check_pooled(found: Iterable[Comparison], dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def allowances(request, family):  # noqa: F811
-    if family.__name__.endswith(".gpu") and "bf16" in request.node.name:
+    test = request.node.name
+    if family.__name__.endswith(".gpu") and "bf16" in test:
         if registry.interpreted():
             pytest.skip("many calls, each some seconds in the interpreter: runs on a GPU")
-        reason = "gradients of the GPU family are up to 0.64 % off in bf16 (docs/kernels.md), the standard is 0.5 %"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+        if "norm" in test or "random" in test:
+            reason = "the GPU family's operands are bf16 with the norm too; the plain family's are fp32 then"
+            request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
