@@ -52,6 +52,11 @@ class Plan:
         """Heads of a tile of an element-wise kernel with `width` elements a head; a power of 2."""
         return max(1, min(next_power_of_2(heads), self.tile_elements // width))
 
+    def rotated(self, angles: int) -> int:
+        """Columns of a half that the tables of cosines and sines hold: those of the angles where their rows are long
+        enough for a transfer of their own, else all, with 1 and 0 where nothing is rotated."""
+        return angles if angles % 16 == 0 else self.NH
+
     def cube_grid(self, tasks: int) -> tuple[int]:
         return (min(tasks, self.cube_cores or tasks),)
 

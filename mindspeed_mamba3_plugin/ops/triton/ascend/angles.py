@@ -87,7 +87,7 @@ def _sine(x):
 @triton.jit
 def _angles_kernel(
     turns, local, cos, sin, tasks, H,
-    C: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, NH: tl.constexpr, HB: tl.constexpr,
+    C: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, NH: tl.constexpr, HB: tl.constexpr, FILLED: tl.constexpr,
 ):  # fmt: skip
     token = tl.arange(0, C)[None, :, None]
     n = tl.arange(0, AP)[None, None, :]
@@ -102,15 +102,15 @@ def _angles_kernel(
         tl.store(cos + place + n, _sine(0.5 - size), mask=known)
         s = _sine(0.5 - tl.abs(size - 0.5))
         tl.store(sin + place + n, tl.where(u < 0, -s, s), mask=known)
-        if A < NH:  # not rotated
+        if A < FILLED:  # not rotated
             rest = (task < H) & (every >= A)
             tl.store(cos + place + every, tl.full((HB, C, NH), 1.0, dtype=tl.float32), mask=rest)
             tl.store(sin + place + every, tl.zeros((HB, C, NH), dtype=tl.float32), mask=rest)
 
 
 def angles(x: Inputs, chunks: Chunks, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns fp32 cos and sin [chunks, H, C, NH] (1 and 0 where nothing is rotated) and the last angle of each
-    sequence [sequences, H, A], in [0, 2 pi]."""
+    """Returns fp32 cos and sin [chunks, H, C, NH], of which the first plan.rotated(A) columns are set, and the last
+    angle of each sequence [sequences, H, A], in [0, 2 pi]."""
     H, S, A = x.V.shape[2], x.Q.shape[1], x.Angles.shape[3]
     cos = torch.empty(chunks.count, H, plan.C, plan.NH, dtype=torch.float32, device=x.V.device)
     sin = torch.empty_like(cos)
@@ -132,7 +132,7 @@ def angles(x: Inputs, chunks: Chunks, plan: Plan) -> tuple[Tensor, Tensor, Tenso
     HB = plan.heads(heads, 1 * plan.C * max(8, AP))
     tasks = -(-heads // HB)
     _angles_kernel[plan.vector_grid(tasks)](
-        turns, local, cos, sin, tasks, heads, C=plan.C, A=A, AP=AP, NH=plan.NH, HB=HB
+        turns, local, cos, sin, tasks, heads, C=plan.C, A=A, AP=AP, NH=plan.NH, HB=HB, FILLED=plan.rotated(A)
     )
     return cos, sin, final
 

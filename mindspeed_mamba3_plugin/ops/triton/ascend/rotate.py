@@ -39,10 +39,19 @@ def _halves(x, rows, seen, RP: tl.constexpr, BT: tl.constexpr, N: tl.constexpr, 
 
 
 @triton.jit
+def _column(place, n, rest: tl.constexpr, FILLED: tl.constexpr, NH: tl.constexpr):
+    """Rows of a table of which FILLED columns are set, `rest` in the others."""
+    if FILLED < NH:
+        return tl.load(place, mask=n < FILLED, other=rest)
+    else:
+        return tl.load(place)
+
+
+@triton.jit
 def _rotate_kernel(
     q, k, q_bias, k_bias, cos, sin, table, q_out, k_out, tasks, H, G,
     C: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, N: tl.constexpr, NH: tl.constexpr, BT: tl.constexpr,
-    CUT: tl.constexpr,
+    CUT: tl.constexpr, FILLED: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = C // BT
     r = tl.arange(0, RP)[:, None, None]
@@ -59,8 +68,8 @@ def _rotate_kernel(
         for h in range(g * (H // G), (g + 1) * (H // G)):
             task = chunk * H + h
             turn = (task * C + t) * NH + n
-            c = tl.load(cos + turn)
-            s = tl.load(sin + turn)
+            c = _column(cos + turn, n, 1.0, FILLED, NH)
+            s = _column(sin + turn, n, 0.0, FILLED, NH)
             out = (task * RP * C + r * C + t) * (2 * NH) + n
             # Rows past the end of the sequence become the rotated bias: everything they are multiplied with is 0.
             b_lo, b_hi = _halves(q_bias, (h * R + r) * N, r < R, RP, 1, N, NH, CUT)
@@ -85,6 +94,7 @@ def rotate(x: Inputs, chunks: Chunks, plan: Plan, cos: Tensor, sin: Tensor) -> t
     _rotate_kernel[plan.vector_grid(tasks)](
         x.Q, x.K, x.Q_bias, x.K_bias, cos, sin, chunks.table, q, k, tasks, H, G,
         C=plan.C, R=R, RP=plan.RP, N=N, NH=plan.NH, BT=BT, CUT=_cut(plan),
+        FILLED=plan.rotated(x.Angles.shape[3]),
     )  # fmt: skip
     return q, k
 
@@ -113,7 +123,7 @@ def _head_bwd(
 def _rotate_bwd_kernel(
     dq, dk, q, k, q_bias, k_bias, cos, sin, table, dq_out, dk_out, dq_bias, dk_bias, dtheta, tasks, H, G,
     C: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, N: tl.constexpr, NH: tl.constexpr, BT: tl.constexpr,
-    CUT: tl.constexpr, ROUND: tl.constexpr,
+    CUT: tl.constexpr, FILLED: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = N // 2
     PARTS: tl.constexpr = C // BT
@@ -140,8 +150,8 @@ def _rotate_bwd_kernel(
         for h in range(g * (H // G), (g + 1) * (H // G)):
             task = chunk * H + h
             turn = (task * C + t) * NH + n
-            c = tl.load(cos + turn)
-            s = tl.load(sin + turn)
+            c = _column(cos + turn, n, 1.0, FILLED, NH)
+            s = _column(sin + turn, n, 0.0, FILLED, NH)
             rows = (task * RP * C + r * C + t) * (2 * NH)
             dbias = ((task * PARTS + part) * RP + rank) * (2 * NH) + col
             bias = (h * R + r) * N
@@ -178,6 +188,7 @@ def rotate_bwd(
     _rotate_bwd_kernel[plan.vector_grid(tasks)](
         dq, dk, x.Q, x.K, x.Q_bias, x.K_bias, cos, sin, chunks.table, dq_out, dk_out, bias[0], bias[1], dtheta,
         tasks, H, G, C=plan.C, R=R, RP=plan.RP, N=N, NH=plan.NH, BT=BT, CUT=_cut(plan),
+        FILLED=plan.rotated(x.Angles.shape[3]),
         ROUND=plan.dtype != torch.float32,
     )  # fmt: skip
     bias = bias.sum(dim=(1, 3))[:, :, :R]
