@@ -4,6 +4,7 @@ Errors are pooled over independent inputs: a gradient of few elements scatters a
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from test_kernels import GRADIENT_BOUND, Comparison, compare, family  # noqa: F401  (a fixture)
 from test_random_shapes import problems
 
-from mindspeed_mamba3_plugin.ops import registry
+from mindspeed_mamba3_plugin.ops import reference, registry
 from mindspeed_mamba3_plugin.ops.types import GRADIENT_NAMES
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -87,3 +88,25 @@ def test_random_shapes(family, allowances, dtype):  # noqa: F811
 
     collect()
     check_pooled(found, dtype)
+
+
+@pytest.mark.parametrize("scale", [1e-5, 1e-3, 100.0])
+def test_steps_of_any_size(family, scale):  # noqa: F811
+    """dt from 5e-7 to 5: what a family keeps of it in fewer than 32 bits neither vanishes nor overflows."""
+    x = make(S=48, N=32, P=32, dtype=torch.bfloat16, device=DEVICE)
+    found = compare(family, replace(x, DT=x.DT * scale))
+    bad = {n: e for n, e in {"out": found.out, **found.gradients}.items() if not e < 1e-2}  # one call, not pooled
+    assert not bad, bad
+
+
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+def test_mean_relative_error_against_small_operators_in_fp32(family, gate):  # noqa: F811
+    """Ascend's rule for an operator without a GPU beside it: below 0.1 %, element by element."""
+    x = make(2, 40, R=2, **gate, device=DEVICE)
+    grad_out = torch.randn(x.V.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for name, ours, small in zip(
+        GRADIENT_NAMES, family.backward(x, grad_out), reference.backward(x, grad_out), strict=True
+    ):
+        if small is not None:
+            floor = 1e-4 * small.abs().max()  # below it an element is what larger terms leave
+            assert ((ours - small).abs() / small.abs().clamp_min(floor)).mean() < 1e-3, name
