@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tiles import addresses, load, sigmoid
+from .tiles import addresses, columns, load, sigmoid
 
 
 @triton.jit
@@ -24,6 +24,21 @@ def load_halves(
     real = n < N // 2
     lo, hi = load(Bias, bias, (r < R) & real), load(Bias, bias + N // 2, (r < R) & real)
     return load(X, at, ok & real), load(X, at + N // 2, ok & real), lo, hi
+
+
+@triton.jit
+def load_queries_and_keys(
+    Q, K, Q_bias, K_bias, Cos, Sin, head, token, r, inside, h, H: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
+    N: tl.constexpr, A: tl.constexpr, NT: tl.constexpr, NW: tl.constexpr,
+):  # fmt: skip
+    """Angles, queries and keys of a chunk, for every tile of columns: what `load_turn` and `load_halves` give."""
+    turns, q_halves, k_halves = (), (), ()
+    for i in tl.static_range(NT):
+        n = columns(i, NW)
+        turns = turns + (load_turn(Cos, Sin, head + token, n, inside, A),)
+        k_halves = k_halves + (load_halves(K, K_bias, token, r, n, inside & (r < R), h, H, G, R, N),)
+        q_halves = q_halves + (load_halves(Q, Q_bias, token, r, n, inside & (r < R), h, H, G, R, N),)
+    return turns, q_halves, k_halves
 
 
 @triton.jit

@@ -15,9 +15,8 @@ from .angles import CHI, CLO, OWN, SHARE, Turns
 from .loads import (
     load_by_rank,
     load_by_token,
-    load_halves,
+    load_queries_and_keys,
     load_states,
-    load_turn,
     load_values,
 )  # fmt: skip
 from .tiles import (
@@ -81,12 +80,10 @@ def _outputs_kernel(
     c, r = token_and_rank(C, RP)
     rows, token, inside = tl.arange(0, M), start + c, c < reach
     ok = inside & (r < R)
-    turns, q_halves, k_halves, values = (), (), (), ()
-    for i in tl.static_range(NT):
-        n = columns(i, NW)
-        turns = turns + (load_turn(Cos, Sin, head + token, n, inside, A),)
-        k_halves = k_halves + (load_halves(K, K_bias, token, r, n, ok, h, H, G, R, N),)
-        q_halves = q_halves + (load_halves(Q, Q_bias, token, r, n, ok, h, H, G, R, N),)
+    turns, q_halves, k_halves = load_queries_and_keys(
+        Q, K, Q_bias, K_bias, Cos, Sin, head, token, r, inside, h, H, G, R, N, A, NT, NW
+    )
+    values = ()
     for u in tl.static_range(PT):
         values = values + (load_values(V, Phi, token, r, columns(u, PW), inside, h, H, R, P),)
     states = load_states(States, chunk.to(tl.int64) * H + h, NT, NW, PT, PW)

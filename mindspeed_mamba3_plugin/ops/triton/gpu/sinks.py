@@ -22,6 +22,7 @@ from .loads import (
     load_core_parts,
     load_halves,
     load_out_gradient,
+    load_queries_and_keys,
     load_states,
     load_turn,
     load_values,
@@ -80,12 +81,10 @@ def _sinks_kernel(
     ok = inside & (r < R)
     task = chunk.to(tl.int64) * H + h
     part = Part + task * (R * (N + 3 * P) + 4)
-    turns, q_halves, k_halves, values, parts = (), (), (), (), ()
-    for i in tl.static_range(NT):
-        n = columns(i, NW)
-        turns = turns + (load_turn(Cos, Sin, head + token, n, inside, A),)
-        k_halves = k_halves + (load_halves(K, K_bias, token, r, n, ok, h, H, G, R, N),)
-        q_halves = q_halves + (load_halves(Q, Q_bias, token, r, n, ok, h, H, G, R, N),)
+    turns, q_halves, k_halves = load_queries_and_keys(
+        Q, K, Q_bias, K_bias, Cos, Sin, head, token, r, inside, h, H, G, R, N, A, NT, NW
+    )
+    values, parts = (), ()
     for u in tl.static_range(PT):
         p = columns(u, PW)
         values = values + (load_values(V, Phi, token, r, p, inside, h, H, R, P),)
