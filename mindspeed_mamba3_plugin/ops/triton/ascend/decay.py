@@ -17,7 +17,7 @@ from ..blocks import narrow, sigmoid
 from ..chunks import Chunks
 from ..plan import Plan
 
-# Where mixing is kept in fp16, this keeps it above the smallest numbers and below the largest.
+# mixing is kept in units of 1 / this, so that fp16 holds it from 4e-9 to 4094: steps are 1e-7 to 1e3.
 MIXING_UNIT = tl.constexpr(16.0)
 
 
