@@ -94,7 +94,8 @@ def _estimate(parser: argparse.ArgumentParser, given: argparse.Namespace, shapes
             ((_, known),) = estimate.all_stages([measured.shape], measured.dtype, version)
             fits, scales = calibrate.calibrated({s.name: s.work for s in known}, measured)
             parts.append(report.calibration(measured, scales))
-        direct = port.load(given.plain_port) if given.plain_port else None
+        if given.plain_port:
+            port.load(given.plain_port)
     except ValueError as e:
         parser.error(str(e))
     found = dict(estimate.all_stages(shapes, dtype, version, given.jobs))
@@ -104,9 +105,9 @@ def _estimate(parser: argparse.ArgumentParser, given: argparse.Namespace, shapes
         for shape, own in found.items()
     ]
     parts.append(report.estimate_tables(found, verdicts, fits, f"{dtype}, ascendnpu-ir {version}"))
-    if direct:
+    if given.plain_port:
         matrix = compile_check.matrix(shapes, [dtype], ["plain"])
-        ports = {case.shape.name: port.judged(direct, case, version) for case in matrix}
+        ports = port.all_judged(given.plain_port, matrix, version, given.jobs)
         parts.append(report.port_table(ports, verdicts, fits))
     print("\n".join(parts))
     if given.json:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from . import cases, toolchain
+from . import cases, compile_check, toolchain
 from .cost import Work
 from .estimate import ENTRIES, work_of
 from .launches import ASCEND_910B3, Chip, Launch, intercepted
@@ -30,9 +31,9 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def judged(port: ModuleType, case: cases.Case, version: str, chip: Chip = ASCEND_910B3) -> dict[str, Work | str]:
+def judged(path: Path, case: cases.Case, version: str, chip: Chip = ASCEND_910B3) -> dict[str, Work | str]:
     """The work of each of its two kernels, or the reason why it does not compile."""
-    x = cases.inputs(case)
+    port, x = load(path), cases.inputs(case)
     grad_out = torch.empty_like(x.V)
     sums = port.prepare(x)
     made: list[Launch] = []
@@ -44,3 +45,10 @@ def judged(port: ModuleType, case: cases.Case, version: str, chip: Chip = ASCEND
         compiled = toolchain.compile_lowered(toolchain.lower(launch, chip), chip, toolchain.compilers()[version])
         found[entry] = compiled.error or work_of(launch, compiled, 1, chip)
     return found
+
+
+def all_judged(path: Path, matrix: list[cases.Case], version: str, jobs: int) -> dict[str, dict[str, Work | str]]:
+    """By shape."""
+    names = [case.shape.name for case in matrix]
+    with ProcessPoolExecutor(jobs, initializer=compile_check.own_temporary_folder) as pool:
+        return dict(zip(names, pool.map(judged, [path] * len(matrix), matrix, [version] * len(matrix)), strict=True))
