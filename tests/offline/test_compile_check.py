@@ -45,7 +45,7 @@ def test_the_command_reports_and_writes(in_ascend_environment, tmp_path):
     for _ in range(2):
         done = command(*given, "--write", str(document))
         assert done.returncode == 0, done.stdout + done.stderr
-    assert "PASS  all 15 kernels" in done.stdout.splitlines()[-1]
+    assert "PASS  all 17 kernels" in done.stdout.splitlines()[-1]
     page = document.read_text()
     assert page.startswith("# Page") and page.count("compile: begin") == 1
     assert "| products L0C |" in page
@@ -60,7 +60,10 @@ def test_the_command_reports_and_writes(in_ascend_environment, tmp_path):
         (("--calibrate", "x.json"), "--calibrate is given without --estimate"),
         (("--plain-port", "x.py"), "--plain-port is given without --estimate"),
         (("--estimate", "--plain-port", "none.py"), "--plain-port is none.py: no such file"),
-        (("--estimate", "--plain-port", str(ROOT / "tests/offline/conftest.py")), "it has no prepare, bwd_fwd, bwd_bwd"),
+        (
+            ("--estimate", "--plain-port", str(ROOT / "tests/offline/conftest.py")),
+            "it has no prepare, bwd_fwd, bwd_bwd",
+        ),
         (("--estimate", "--variants", "norm"), "--variants is ['norm'], --estimate takes plain alone"),
         (("--estimate", "--calibrate", "none.json"), "none.json: No such file"),
     ],
@@ -82,4 +85,4 @@ def test_the_estimate_and_its_calibration(in_ascend_environment, tmp_path):
     second = command(*given, "--calibrate", str(measured), "--json", str(tmp_path / "rows.json"))
     assert second.returncode == 0 and "Calibrated to times measured at N16_P64_R4_C8 bf16" in second.stdout
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["entry"] for row in rows] == ["bwd_fwd", "bwd_bwd"] and rows[1]["ms"]["A"] > 100
+    assert [row["entry"] for row in rows] == ["bwd_fwd", "bwd_bwd"] and rows[1]["ms"]["A"] > 20  # not 3.5
