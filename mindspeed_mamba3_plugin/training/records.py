@@ -22,6 +22,7 @@ from tqdm import tqdm
 from .config import RunConfig
 
 _PACKAGES = ("mindspeed_mamba3_plugin", "torch", "megatron-core", "triton", "numpy")
+_NPU_PACKAGES = ("torch_npu", "triton-ascend")  # named where they are
 
 
 @dataclass
@@ -115,11 +116,12 @@ def identity(run: RunConfig, plant: dict[str, float]) -> str:
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that the numbers depend on."""
     found = {"python": host.python_version()}
-    for name in _PACKAGES:
+    for name in (*_PACKAGES, *_NPU_PACKAGES):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
+            if name in _PACKAGES:
+                found[name] = "not installed"
     return found
 
 

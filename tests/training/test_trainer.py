@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
@@ -59,6 +60,17 @@ def test_groups_cover_the_gradient_norm_and_the_parts_of_the_packed_projection(f
     assert total == pytest.approx(step.grad_norm, rel=1e-4)
     for part in ("z", "x", "B", "C", "dd_dt", "dd_A", "trap"):
         assert step.grad_norms[f"decoder.layers.0.mixer.in_proj.weight[{part}]"] > 0
+
+
+def test_the_npus_packages_are_named_where_they_are(monkeypatch):
+    def version(name):
+        if name in ("triton", "torch_npu"):
+            raise PackageNotFoundError(name)
+        return "1.2"
+
+    monkeypatch.setattr(records, "version", version)
+    found = records.versions()
+    assert found["triton-ascend"] == "1.2" and found["triton"] == "not installed" and "torch_npu" not in found
 
 
 def test_another_seed_gives_other_weights_and_data(finished, small, text, tmp_path):
