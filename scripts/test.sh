@@ -5,8 +5,9 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/_env.sh
 ensure_environment cpu,test || exit 2
+cores=$(env -u OMP_NUM_THREADS nproc)  # it would answer with OMP_NUM_THREADS
+JOBS=${JOBS:-$((cores < 8 ? cores : 8))}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_VISIBLE_DEVICES= ASCEND_RT_VISIBLE_DEVICES=
-JOBS=${JOBS:-$(($(nproc) < 8 ? $(nproc) : 8))}
 
 failed=()
 echo "== style"
