@@ -28,6 +28,7 @@ from .tiles import (
     over_ranks,
     pin,
     pin_all,
+    place,
     power2,
     products,
     put,
@@ -36,7 +37,6 @@ from .tiles import (
     rotated,
     sigmoid,
     tall,
-    token_and_rank,
 )  # fmt: skip
 
 
@@ -71,14 +71,10 @@ def _outputs_kernel(
     A: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, NT: tl.constexpr, NW: tl.constexpr, PT: tl.constexpr,
     PW: tl.constexpr,
 ):  # fmt: skip
-    chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
-    start = tl.load(table + 4 * chunk).to(tl.int64)
-    reach = tl.load(table + 4 * chunk + 1)
+    chunk, h, start, reach, head, row, token, r, inside = place(table, T, H, C, RP)
     M: tl.constexpr = C * RP
     dtype: tl.constexpr = States.dtype.element_ty
-    head, row = h.to(tl.int64) * T, tl.cast(T, tl.int64) * H
-    c, r = token_and_rank(C, RP)
-    rows, token, inside = tl.arange(0, M), start + c, c < reach
+    rows = tl.arange(0, M)
     ok = inside & (r < R)
     turns, q_halves, k_halves = load_queries_and_keys(
         Q, K, Q_bias, K_bias, Cos, Sin, head, token, r, inside, h, H, G, R, N, A, NT, NW

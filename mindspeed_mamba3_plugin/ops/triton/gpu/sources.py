@@ -41,6 +41,7 @@ from .tiles import (
     per_token,
     pin,
     pin_all,
+    place,
     power2,
     products,
     put,
@@ -50,7 +51,6 @@ from .tiles import (
     rotated,
     store_by_rank,
     tall,
-    token_and_rank,
 )  # fmt: skip
 
 
@@ -62,14 +62,10 @@ def _sources_kernel(
     C: tl.constexpr, RP: tl.constexpr, NT: tl.constexpr, NW: tl.constexpr, PT: tl.constexpr, PW: tl.constexpr,
 ):  # fmt: skip
     """The mirror image of the sinks' kernel: rows are sources (k, v), columns their sinks (q, gradient of O)."""
-    chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
-    start = tl.load(table + 4 * chunk).to(tl.int64)
-    reach = tl.load(table + 4 * chunk + 1)
+    chunk, h, start, reach, head, row, token, r, inside = place(table, T, H, C, RP)
     M: tl.constexpr = C * RP
     dtype: tl.constexpr = dStates.dtype.element_ty
-    head, row = h.to(tl.int64) * T, tl.cast(T, tl.int64) * H
-    c, r = token_and_rank(C, RP)
-    rows, token, inside = tl.arange(0, M), start + c, c < reach
+    rows = tl.arange(0, M)
     ok = inside & (r < R)
     task = chunk.to(tl.int64) * H + h
     part = Part + task * (R * (N + P))

@@ -24,10 +24,10 @@ from .tiles import (
     left_halves,
     load,
     pin_all,
+    place,
     power2,
     right,
     rotated,
-    token_and_rank,
 )  # fmt: skip
 
 
@@ -38,13 +38,8 @@ def _own_kernel(
     C: tl.constexpr, RP: tl.constexpr, NT: tl.constexpr, NW: tl.constexpr, PT: tl.constexpr, PW: tl.constexpr,
 ):  # fmt: skip
     """What a chunk adds to the state, sum of exp(.) s v k^T, or to its gradient, sum of exp(.) dO q^T."""
-    chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
-    start = tl.load(table + 4 * chunk).to(tl.int64)
-    reach = tl.load(table + 4 * chunk + 1)
+    chunk, h, _, _, head, row, token, r, inside = place(table, T, H, C, RP)
     dtype: tl.constexpr = Own.dtype.element_ty
-    head, row = h.to(tl.int64) * T, tl.cast(T, tl.int64) * H
-    c, r = token_and_rank(C, RP)
-    token, inside = start + c, c < reach
     turns, halves, parts = (), (), ()
     for i in tl.static_range(NT):
         n = columns(i, NW)

@@ -96,6 +96,18 @@ def token_and_rank(C: tl.constexpr, RP: tl.constexpr):
 
 
 @triton.jit
+def place(table, T, H: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
+    """Where a program works: its chunk and head h, the chunk's first token and number of tokens, where the head's row
+    of an [., H, T] array begins and what is from one such row set to the next; of its tile the tokens, the ranks, and
+    whether a token is inside."""
+    chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
+    start = tl.load(table + 4 * chunk).to(tl.int64)
+    reach = tl.load(table + 4 * chunk + 1)
+    c, r = token_and_rank(C, RP)
+    return chunk, h, start, reach, h.to(tl.int64) * T, tl.cast(T, tl.int64) * H, start + c, r, c < reach
+
+
+@triton.jit
 def left(x, dtype: tl.constexpr):
     """[C, RP, W] in fp32 as the left operand of a matrix product."""
     return pin(flat(narrow(x, dtype)))
