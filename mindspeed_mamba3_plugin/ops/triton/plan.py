@@ -133,8 +133,10 @@ class GpuPlan:
     NW: int
     PT: int
     PW: int
+    split: bool  # whether a matrix operand is the sum of two of 16 bits
     own: dict[str, int]  # launch options of the states' kernel
     outputs: dict[str, int]  # of the main kernels
+    norm: dict[str, int]
     sinks: dict[str, int]
     sources: dict[str, int]
     store_dtype: torch.dtype  # of cosines, sines and small weights as the kernels read them
@@ -149,8 +151,12 @@ class GpuPlan:
 
     @property
     def tiles(self) -> dict[str, int]:
-        """Tile sizes as the kernels' arguments."""
-        return {name: getattr(self, name) for name in ("C", "RP", "NT", "NW", "PT", "PW")}
+        """Tile sizes, and whether operands are split, as the kernels' arguments."""
+        return {name: getattr(self, name) for name in ("C", "RP", "NT", "NW", "PT", "PW")} | {"SPLIT": self.split}
+
+    def state_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of states in memory, in a call whose operands are in `dtype`."""
+        return torch.float32 if self.split else dtype
 
 
 # Shared memory that one program may have, KiB by compute capability; others are taken for the smallest.
@@ -158,8 +164,9 @@ _SHARED_KIB = {0: 1 << 20, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 
 
 
 @lru_cache(maxsize=256)
-def gpu_plan(N: int, P: int, R: int, dtype: torch.dtype, capability: int) -> GpuPlan:
-    """The plan of the GPU family; capability as in sm_90, 0 is the interpreter.
+def gpu_plan(N: int, P: int, R: int, dtype: torch.dtype, capability: int, split: bool = False) -> GpuPlan:
+    """The plan of the GPU family; capability as in sm_90, 0 is the interpreter. With `split` operands of 16 bits are
+    to have twice the bits.
 
     Raises:
         ValueError: the sizes do not fit on the chip, or the dtype has no matrix product, naming them.
@@ -170,12 +177,16 @@ def gpu_plan(N: int, P: int, R: int, dtype: torch.dtype, capability: int) -> Gpu
     if NH > 128 or PP > 128 or RP > 64:
         raise ValueError(f"N = {N}, P = {P}, R = {R}: the GPU kernels take N <= 256, P <= 128 and R <= 64")
     # Small tiles in the interpreter: short tests then cross the bounds of chunks and tiles. fp32 products unroll into
-    # single multiply-adds: small tiles keep their operands in registers. So do 32 rows without wgmma.
+    # single multiply-adds: small tiles keep their operands in registers. So do 32 rows without wgmma, or 16 of twice
+    # the operands.
     single, wgmma = dtype == torch.float32, capability >= 90
-    rows, width = (32, 16) if capability == 0 else (16, 32) if single else (64 if wgmma else 32, 64)
+    split &= not single
+    small = single or (split and not wgmma)
+    rows, width = (32, 16) if capability == 0 else (16, 32) if small else (64 if wgmma else 32, 64)
     shared = 1024 * _SHARED_KIB.get(capability, 99)
     copies = 4 if single or wgmma or capability == 0 else 8
-    while (need := _shared_bytes(max(rows, RP), NH, PP, dtype.itemsize, copies)) > shared and rows > max(16, RP):
+    size = dtype.itemsize * (1 + split)
+    while (need := _shared_bytes(max(rows, RP), NH, PP, size, copies)) > shared and rows > max(16, RP):
         rows //= 2
     if need > shared:
         raise ValueError(
@@ -184,9 +195,9 @@ def gpu_plan(N: int, P: int, R: int, dtype: torch.dtype, capability: int) -> Gpu
     C, NW, PW = max(1, rows // RP), min(NH, width), min(PP, width)
     how = {"num_warps": 4}
     # With small states 168 registers spill little, and let a third program onto a multiprocessor.
-    backward = how | {"maxnreg": 168} if wgmma and not single and max(2 * NH, PP) <= 64 else how
-    store = torch.float32 if dtype == torch.float32 else torch.float16
-    return GpuPlan(C, RP, NH // NW, NW, PP // PW, PW, how, how, backward, backward, store)
+    backward = how | {"maxnreg": 168} if wgmma and not single and not split and max(2 * NH, PP) <= 64 else how
+    store = torch.float32 if single or split else torch.float16
+    return GpuPlan(C, RP, NH // NW, NW, PP // PW, PW, split, how, how, how, backward, backward, store)
 
 
 def _shared_bytes(M: int, NH: int, PP: int, size: int, copies: int) -> int:

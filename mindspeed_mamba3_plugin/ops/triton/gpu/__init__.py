@@ -49,7 +49,7 @@ def forward(x: Inputs) -> tuple[Tensor, State | None]:
         ValueError: sizes or a dtype that no tile plan fits.
     """
     registry.count(_NAME, "forward")
-    x, plan = _prepared(x)
+    x, plan = _prepared(x, split=False)
     chunks = cut(x, plan.C)
     at = turns(x, plan, chunks)
     entering = states.own(x, plan, chunks, at, None, None) if chunks.count else _no_states(x, plan)
@@ -62,7 +62,7 @@ def bwd_fwd(x: Inputs, grad_out: Tensor) -> tuple[dict[str, Tensor | None], Resi
     """First half of the backward: all gradients that need the states alone (named as in `Gradients`), and what the
     second half takes from it."""
     registry.count(_NAME, "bwd_fwd")
-    x, plan = _prepared(x)
+    x, plan = _prepared(x, split=x.fuse_norm)
     _, _, H, _, R, N, P = x.sizes
     grad_out = grad_out.contiguous()
     chunks = cut(x, plan.C)
@@ -108,7 +108,7 @@ def bwd_bwd(x: Inputs, residuals: Residuals) -> dict[str, Tensor]:
 def backward(x: Inputs, grad_out: Tensor) -> Gradients:
     """All gradients, from the inputs alone; None where the argument was absent."""
     if x.V.shape[1] == 0:
-        _prepared(x)
+        _prepared(x, split=x.fuse_norm)
         registry.count(_NAME, "bwd_fwd")
         registry.count(_NAME, "bwd_bwd")
         return Gradients(*(None if t is None else torch.zeros_like(t) for t in x.tensors))
@@ -116,10 +116,10 @@ def backward(x: Inputs, grad_out: Tensor) -> Gradients:
     return Gradients(**grads, **bwd_bwd(x, residuals))
 
 
-def _prepared(x: Inputs) -> tuple[Inputs, GpuPlan]:
+def _prepared(x: Inputs, split: bool) -> tuple[Inputs, GpuPlan]:
     """The inputs as the kernels take them (contiguous, small weights in the plan's dtype), and the tile plan."""
     *_, R, N, P = x.sizes
-    plan = gpu_plan(N, P, R, x.dtype, _capability(x.Q.device))
+    plan = gpu_plan(N, P, R, x.dtype, _capability(x.Q.device), split)
     x = x.contiguous()
     weights = {n: t for n in _WEIGHTS if (t := getattr(x, n)) is not None}
     if any(t.dtype != plan.store_dtype for t in weights.values()):

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from .tiles import addresses, columns, load, sigmoid
+from ..blocks import narrow
+from .tiles import addresses, columns, load, rest, sigmoid
 
 
 @triton.jit
@@ -112,8 +113,11 @@ def core_gradient(parts):
 
 
 @triton.jit
-def load_states(States, task, NT: tl.constexpr, NW: tl.constexpr, PT: tl.constexpr, PW: tl.constexpr):
-    """Tiles [PW, 2 NW] of one state [2, NH, PP], stored with P contiguous, of every (i, u), i slowest."""
+def load_states(
+    States, task, dtype: tl.constexpr, SPLIT: tl.constexpr, NT: tl.constexpr, NW: tl.constexpr, PT: tl.constexpr,
+    PW: tl.constexpr,
+):  # fmt: skip
+    """Operands [PW, 2 NW] of one state [2, NH, PP], stored with P contiguous, of every (i, u), i slowest."""
     tiles = ()
     NH: tl.constexpr = NT * NW
     PP: tl.constexpr = PT * PW
@@ -122,5 +126,10 @@ def load_states(States, task, NT: tl.constexpr, NW: tl.constexpr, PT: tl.constex
         for u in tl.static_range(PT):
             at = States + task * (2 * NH * PP)
             at += (u * PW + tl.arange(0, PW))[:, None] + (n // NW * NH + i * NW + n % NW)[None, :] * PP
-            tiles = tiles + (tl.load(at),)
+            tile = tl.load(at)
+            if SPLIT:
+                high = narrow(tile, dtype)
+                tiles = tiles + ((high, rest(tile, high)),)
+            else:
+                tiles = tiles + ((narrow(tile, dtype) if tile.dtype != dtype else tile,),)
     return tiles

@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ...types import Inputs
-from ..blocks import dot, narrow
 from ..chunks import Chunks
 from ..plan import GpuPlan
 from .angles import CHI, CLO, OWN, SHARE, Turns
@@ -24,9 +23,10 @@ from .tiles import (
     by_state,
     columns,
     left_halves,
+    left_matrix,
     load,
+    multiply,
     over_ranks,
-    pin,
     pin_all,
     place,
     power2,
@@ -57,11 +57,11 @@ def mixing(Scalars, at, row, reach, rows, C: tl.constexpr, RP: tl.constexpr):
 
 
 @triton.jit
-def with_skip(scores, D, h, rows, dtype: tl.constexpr):
+def with_skip(scores, D, h, rows, dtype: tl.constexpr, SPLIT: tl.constexpr):
     """The scores as a left operand, with D on the diagonal, which adds D v to the product with v."""
     if D is not None:
         scores = tl.where(rows[:, None] == rows[None, :], scores + tl.load(D + h).to(tl.float32), scores)
-    return pin(narrow(scores, dtype))
+    return left_matrix(scores, dtype, SPLIT)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -69,7 +69,7 @@ def _outputs_kernel(
     Q, K, Q_bias, K_bias, V, Phi, Z, Zeta, Psi, D, Weight, Cos, Sin, Scalars, States, Out, table, T, eps,
     NORM: tl.constexpr, H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     A: tl.constexpr, C: tl.constexpr, RP: tl.constexpr, NT: tl.constexpr, NW: tl.constexpr, PT: tl.constexpr,
-    PW: tl.constexpr,
+    PW: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     chunk, h, start, reach, head, row, token, r, inside = place(table, T, H, C, RP)
     M: tl.constexpr = C * RP
@@ -82,18 +82,18 @@ def _outputs_kernel(
     values = ()
     for u in tl.static_range(PT):
         values = values + (load_values(V, Phi, token, r, columns(u, PW), inside, h, H, R, P),)
-    states = load_states(States, chunk.to(tl.int64) * H + h, NT, NW, PT, PW)
+    states = load_states(States, chunk.to(tl.int64) * H + h, dtype, SPLIT, NT, NW, PT, PW)
     mix, chi = mixing(Scalars, head + start, row, reach, rows, C, RP)
 
     k, q, v = (), (), ()
     for i in tl.static_range(NT):
         turn = pin_all(turns[i])
-        k = k + (right_halves(rotated(pin_all(k_halves[i]), turn), dtype),)
-        q = q + (left_halves(rotated(pin_all(q_halves[i]), turn), dtype),)
+        k = k + (right_halves(rotated(pin_all(k_halves[i]), turn), dtype, SPLIT),)
+        q = q + (left_halves(rotated(pin_all(q_halves[i]), turn), dtype, SPLIT),)
     for u in tl.static_range(PT):
         value = pin_all(values[u])
-        v = v + (right(value[0].to(tl.float32) * value[1].to(tl.float32), dtype),)
-    scores = with_skip(products(q, k, M) * mix, D, h, rows, dtype)
+        v = v + (right(value[0].to(tl.float32) * value[1].to(tl.float32), dtype, SPLIT),)
+    scores = with_skip(products(q, k, M) * mix, D, h, rows, dtype, SPLIT)
     ys, gates = (), ()
     square = 0.0
     for u in tl.static_range(PT):
@@ -108,7 +108,7 @@ def _outputs_kernel(
         if NORM and Weight is not None:
             gate *= load(Weight, h * P + p, p < P).to(tl.float32)
         y = by_state(q, states, u, M, NT, PT, PW) * power2(chi)[:, None]
-        y = tall(dot(scores, v[u], y), RP)
+        y = tall(multiply(scores, v[u], y), RP)
         if NORM:
             square += tl.sum(y * y, axis=3, keep_dims=True)
         ys, gates = ys + (y,), gates + (gate,)

@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ...types import Inputs
-from ..blocks import dot, narrow
 from ..chunks import Chunks
 from ..plan import GpuPlan
 from .angles import CHI, CLO, EXIT, OWN, SHARE, Turns
@@ -34,12 +33,14 @@ from .tiles import (
     by_state_transposed,
     columns,
     cross,
+    flat,
     left,
     left_halves,
+    left_matrix,
     load,
+    multiply,
     over_ranks,
     per_token,
-    pin,
     pin_all,
     place,
     power2,
@@ -60,11 +61,12 @@ def _sources_kernel(
     Part, table, T,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, P: tl.constexpr, A: tl.constexpr,
     C: tl.constexpr, RP: tl.constexpr, NT: tl.constexpr, NW: tl.constexpr, PT: tl.constexpr, PW: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """The mirror image of the sinks' kernel: rows are sources (k, v), columns their sinks (q, gradient of O)."""
     chunk, h, start, reach, head, row, token, r, inside = place(table, T, H, C, RP)
     M: tl.constexpr = C * RP
-    dtype: tl.constexpr = dStates.dtype.element_ty
+    dtype: tl.constexpr = tl.bfloat16 if SPLIT else dStates.dtype.element_ty
     rows = tl.arange(0, M)
     ok = inside & (r < R)
     task = chunk.to(tl.int64) * H + h
@@ -77,7 +79,7 @@ def _sources_kernel(
         p = columns(u, PW)
         values = values + (load_values(V, Phi, token, r, p, inside, h, H, R, P),)
         parts = parts + (load_core_parts(dO, Psi, Z, Zeta, Stored, token, r, p, inside, h, H, R, P),)
-    states = load_states(dStates, task, NT, NW, PT, PW)
+    states = load_states(dStates, task, dtype, SPLIT, NT, NW, PT, PW)
 
     local, sink = rows // RP, tl.arange(0, C)
     numbers = Scalars + head + start
@@ -95,12 +97,12 @@ def _sources_kernel(
     k, q, v, gb = (), (), (), ()
     for i in tl.static_range(NT):
         turn = pin_all(turns[i])
-        q = q + (right_halves(rotated(pin_all(q_halves[i]), turn), dtype),)
-        k = k + (left_halves(rotated(pin_all(k_halves[i]), turn), dtype),)
+        q = q + (right_halves(rotated(pin_all(q_halves[i]), turn), dtype, SPLIT),)
+        k = k + (left_halves(rotated(pin_all(k_halves[i]), turn), dtype, SPLIT),)
     for u in tl.static_range(PT):
-        gb = gb + (right(core_gradient(pin_all(parts[u])), dtype),)
+        gb = gb + (right(core_gradient(pin_all(parts[u])), dtype, SPLIT),)
         value = pin_all(values[u])
-        v = v + (left(value[0].to(tl.float32) * value[1].to(tl.float32), dtype),)
+        v = v + (left(value[0].to(tl.float32) * value[1].to(tl.float32), dtype, SPLIT),)
     kq = products(k, q, M)
     vg = products(v, gb, M)
     same = local[:, None] == local[None, :]
@@ -109,17 +111,21 @@ def _sources_kernel(
     itself = tl.sum(tl.where(same, product, 0.0), axis=1)
     put_pair_per_token(Sources + head + start, others, itself, row, reach, C, RP)
     mix = tl.where(same, own[:, None], fade * share[:, None])
-    gs = pin(narrow(mix * vg, dtype))
-    direct = with_skip(mix * kq, D, h, rows, dtype)
+    gs = left_matrix(mix * vg, dtype, SPLIT)
+    direct = with_skip(mix * kq, D, h, rows, dtype, SPLIT)
 
     beyond = tl.zeros((M,), tl.float32)
     for u in tl.static_range(PT):
         p = columns(u, PW)
         dv = by_state(k, states, u, M, NT, PT, PW) * leave[:, None]
-        beyond += tl.sum(dv * v[u].to(tl.float32), axis=1)
-        dv = tall(dot(direct, gb[u], dv * share[:, None]), RP)
+        if SPLIT:
+            value = load_values(V, Phi, token, r, p, inside, h, H, R, P)
+            beyond += tl.sum(dv * flat(value[0].to(tl.float32) * value[1].to(tl.float32)), axis=1)
+        else:
+            beyond += tl.sum(dv * v[u][0].to(tl.float32), axis=1)
+        dv = tall(multiply(direct, gb[u], dv * share[:, None]), RP)
         x = dv * load_by_token(V, token, p, inside, h, H, P).to(tl.float32)
-        store_by_rank(part + R * N, (x,), 0, u, P, R, P, dtype)
+        store_by_rank(part + R * N, (x,), 0, u, P, R, P, dtype, SPLIT)
         x = dv * load_by_row(Phi, token, r, p, h, R, P).to(tl.float32)
         put(dV, (token * H + h) * P + p, over_ranks(x), inside & (p < P))
     put(Sources + 2 * row, head + start + sink, per_token(beyond, C, RP), sink < reach)
@@ -127,7 +133,7 @@ def _sources_kernel(
     weight = (share * leave)[:, None]
     for i in tl.static_range(NT):
         n = columns(i, NW)
-        lo, hi = apart(dot(gs, q[i], by_state_transposed(v, states, i, M, PT, NW) * weight), RP)
+        lo, hi = apart(multiply(gs, q[i], by_state_transposed(v, states, i, M, PT, NW) * weight), RP)
         turn = load_turn(Cos, Sin, head + token, n, inside, A)
         cos = turn[0].to(tl.float32)
         sin = turn[1].to(tl.float32)
@@ -136,10 +142,11 @@ def _sources_kernel(
         put(dK, at, x_lo, ok & (n < N // 2))
         x_hi = hi * cos - lo * sin
         put(dK, at + N // 2, x_hi, ok & (n < N // 2))
-        store_by_rank(part, (x_lo, x_hi), N // 2, i, N // 2, R, N, dtype)
+        store_by_rank(part, (x_lo, x_hi), N // 2, i, N // 2, R, N, dtype, SPLIT)
         at = (head + token) * A + n
         d_theta = load(dTheta, at, inside & (n < A))
-        d_theta += cross(lo, hi, load_halves(K, K_bias, token, r, n, ok, h, H, G, R, N), turn, dtype)
+        keys = load_halves(K, K_bias, token, r, n, ok, h, H, G, R, N)
+        d_theta += cross(lo, hi, keys, turn, tl.float32 if SPLIT else dtype)
         put(dTheta, at, d_theta, inside & (n < A))
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...types import Inputs
-from ..blocks import dot, narrow
+from ..blocks import narrow
 from ..chunks import Chunks
 from ..plan import GpuPlan
 from .angles import CHI, EXIT, SHARE, Turns
@@ -23,11 +23,13 @@ from .tiles import (
     columns,
     left_halves,
     load,
+    multiply,
     pin_all,
     place,
     power2,
     right,
     rotated,
+    transposed,
 )  # fmt: skip
 
 
@@ -36,10 +38,11 @@ def _own_kernel(
     X, Bias, V, Phi, dO, Psi, Z, Zeta, Stored, Cos, Sin, Scalars, Own, table, T, GRADIENT: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, P: tl.constexpr, A: tl.constexpr,
     C: tl.constexpr, RP: tl.constexpr, NT: tl.constexpr, NW: tl.constexpr, PT: tl.constexpr, PW: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """What a chunk adds to the state, sum of exp(.) s v k^T, or to its gradient, sum of exp(.) dO q^T."""
     chunk, h, _, _, head, row, token, r, inside = place(table, T, H, C, RP)
-    dtype: tl.constexpr = Own.dtype.element_ty
+    dtype: tl.constexpr = tl.bfloat16 if SPLIT else Own.dtype.element_ty
     turns, halves, parts = (), (), ()
     for i in tl.static_range(NT):
         n = columns(i, NW)
@@ -63,17 +66,17 @@ def _own_kernel(
             y = core_gradient(part)
         else:
             y = part[0].to(tl.float32) * part[1].to(tl.float32)
-        ys = ys + (right(y * weight, dtype),)
+        ys = ys + (right(y * weight, dtype, SPLIT),)
     NH: tl.constexpr = NT * NW
     PP: tl.constexpr = PT * PW
     n = tl.arange(0, 2 * NW)
     for i in tl.static_range(NT):
         both = rotated(pin_all(halves[i]), pin_all(turns[i]))
-        both = tl.trans(left_halves(both, dtype))
+        both = transposed(left_halves(both, dtype, SPLIT))
         for u in tl.static_range(PT):
             to = Own + (chunk.to(tl.int64) * H + h) * (2 * NH * PP)
             to += (u * PW + tl.arange(0, PW))[None, :] + (n // NW * NH + i * NW + n % NW)[:, None] * PP
-            tl.store(to, narrow(dot(both, ys[u]), dtype))
+            tl.store(to, narrow(multiply(both, ys[u]), Own.dtype.element_ty))
 
 
 @triton.jit
@@ -125,7 +128,7 @@ def own(x: Inputs, plan: GpuPlan, chunks: Chunks, turns: Turns, out_gradient: Te
     stored: gradient of O [B, S, H, R, P] where a norm makes it depend on O.
     """
     B, S, H, G, R, N, P = x.sizes
-    result = torch.empty(chunks.count, H, 2, plan.NH, plan.PP, dtype=x.dtype, device=x.Q.device)
+    result = torch.empty(chunks.count, H, 2, plan.NH, plan.PP, dtype=plan.state_dtype(x.dtype), device=x.Q.device)
     gradient = out_gradient is not None
     _own_kernel[(chunks.count * H,)](
         x.Q if gradient else x.K, x.Q_bias if gradient else x.K_bias, x.V, x.MIMO_V, out_gradient, x.MIMO_Out, x.Z,

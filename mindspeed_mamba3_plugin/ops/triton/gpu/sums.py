@@ -11,7 +11,7 @@ from ...types import Inputs
 from ..blocks import narrow
 from ..chunks import Chunks
 from ..plan import GpuPlan
-from .angles import _by_head
+from .angles import OWN, _by_head
 from .tiles import sigmoid, tanh
 
 
@@ -42,7 +42,7 @@ def _over_chunks_kernel(X, Out, rows, width: tl.constexpr, BR: tl.constexpr, BW:
 @triton.jit(do_not_specialize=["T", "S"])
 def _scalars_kernel(
     Angles, DT, Trap, dTheta, Through, Scalars, Sinks, Sources, dAngles, dADT, dDT, dTrap, table, T, S,
-    H: tl.constexpr, A: tl.constexpr, C: tl.constexpr, AP: tl.constexpr, NH: tl.constexpr,
+    H: tl.constexpr, A: tl.constexpr, C: tl.constexpr, AP: tl.constexpr, NH: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
     start = tl.load(table + 4 * chunk).to(tl.int64)
@@ -70,8 +70,8 @@ def _scalars_kernel(
     trap = sigmoid(tl.load(Trap + here, mask=inside, other=0.0).to(tl.float32))
     source = Sources + head + token
     beyond = tl.load(source + 2 * row, mask=inside, other=0.0)
-    own = tl.load(source + row, mask=inside, other=0.0)
-    own += tl.load(source, mask=inside, other=0.0) + beyond
+    itself = tl.load(source + row, mask=inside, other=0.0)
+    own = itself + (tl.load(source, mask=inside, other=0.0) + beyond)
     before = inside & (first == 0)
     past = tl.load(source - 1, mask=before, other=0.0) + tl.load(source - 1 + 2 * row, mask=before, other=0.0)
     tl.store(dDT + here, narrow(d_dt + own * trap + past * (1.0 - trap), dDT.dtype.element_ty), mask=inside)
@@ -80,7 +80,10 @@ def _scalars_kernel(
     # A decay scales all that goes over its token: over the whole chunk, from before the chunk to sinks from here on,
     # from sources before here to after the chunk, and pair by pair inside it.
     share = tl.load(Scalars + 2 * row + head + token, mask=inside, other=0.0)
-    sunk = tl.load(Sinks + row + head + token, mask=inside, other=0.0)
+    if NORM:
+        sunk = -tl.load(Scalars + OWN * row + head + token, mask=inside, other=0.0) * itself
+    else:
+        sunk = tl.load(Sinks + row + head + token, mask=inside, other=0.0)
     sunk += tl.load(Sinks + head + token, mask=inside, other=0.0) - share * tl.load(source, mask=inside, other=0.0)
     sent = beyond * share
     over = tl.sum(tl.load(Through + task * 2 * NH + tl.arange(0, NH)), axis=0)
@@ -119,6 +122,6 @@ def scalar_gradients(
     d_angles, d_adt, d_dt, d_trap = (torch.empty_like(t) for t in (x.Angles, x.ADT, x.DT, x.Trap))
     _scalars_kernel[(chunks.count * H,)](
         x.Angles, x.DT, x.Trap, d_theta, through, scalars, sinks, sources, d_angles, d_adt, d_dt, d_trap,
-        chunks.table, B * S, S, H, A, plan.C, AP, plan.NH, num_warps=max(1, min(4, plan.C * AP // 512)),
+        chunks.table, B * S, S, H, A, plan.C, AP, plan.NH, x.fuse_norm, num_warps=max(1, min(4, plan.C * AP // 512)),
     )  # fmt: skip
     return d_angles, d_adt, d_dt, d_trap

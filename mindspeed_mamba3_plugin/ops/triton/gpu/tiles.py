@@ -108,15 +108,66 @@ def place(table, T, H: tl.constexpr, C: tl.constexpr, RP: tl.constexpr):
 
 
 @triton.jit
-def left(x, dtype: tl.constexpr):
-    """[C, RP, W] in fp32 as the left operand of a matrix product."""
-    return pin(flat(narrow(x, dtype)))
+def rest(x, high):
+    """What rounding fp32 x to `high` left, rounded likewise."""
+    return narrow(x - high.to(tl.float32), high.dtype)
 
 
 @triton.jit
-def right(x, dtype: tl.constexpr):
+def left(x, dtype: tl.constexpr, SPLIT: tl.constexpr):
+    """[C, RP, W] in fp32 as the left operand of a matrix product."""
+    high = narrow(x, dtype)
+    operand = (pin(flat(high)),)
+    if SPLIT:
+        operand = operand + (pin(flat(rest(x, high))),)
+    return operand
+
+
+@triton.jit
+def left_matrix(x, dtype: tl.constexpr, SPLIT: tl.constexpr):
+    """A matrix in fp32 as a left operand."""
+    high = narrow(x, dtype)
+    operand = (pin(high),)
+    if SPLIT:
+        operand = operand + (pin(rest(x, high)),)
+    return operand
+
+
+@triton.jit
+def right(x, dtype: tl.constexpr, SPLIT: tl.constexpr):
     """[C, RP, W] in fp32 as the right operand of a matrix product: in shared memory, whatever made it."""
-    return flat(narrow(x, dtype))
+    high = narrow(x, dtype)
+    operand = (flat(high),)
+    if SPLIT:
+        operand = operand + (flat(rest(x, high)),)
+    return operand
+
+
+@triton.jit
+def transposed(operand):
+    turned = ()
+    for i in tl.static_range(len(operand)):
+        turned = turned + (tl.trans(operand[i]),)
+    return turned
+
+
+@triton.jit
+def whole(operand):
+    """An operand as one matrix in fp32."""
+    x = operand[0].to(tl.float32)
+    if len(operand) == 2:
+        x += operand[1].to(tl.float32)
+    return x
+
+
+@triton.jit
+def multiply(a, b, acc=None):
+    """acc + a b in fp32. The product of two low parts is less than what rounding left of both."""
+    for i in tl.static_range(len(a)):
+        for j in tl.static_range(len(b)):
+            if i + j < 2:
+                acc = dot(a[i], b[j], acc)
+    return acc
 
 
 @triton.jit
@@ -135,15 +186,23 @@ def apart(x, RP: tl.constexpr):
 
 
 @triton.jit
-def left_halves(halves, dtype: tl.constexpr):
+def left_halves(halves, dtype: tl.constexpr, SPLIT: tl.constexpr):
     """Both halves in fp32 as one left operand."""
-    return pin(side_by_side(narrow(halves[0], dtype), narrow(halves[1], dtype)))
+    lo, hi = narrow(halves[0], dtype), narrow(halves[1], dtype)
+    operand = (pin(side_by_side(lo, hi)),)
+    if SPLIT:
+        operand = operand + (pin(side_by_side(rest(halves[0], lo), rest(halves[1], hi))),)
+    return operand
 
 
 @triton.jit
-def right_halves(halves, dtype: tl.constexpr):
+def right_halves(halves, dtype: tl.constexpr, SPLIT: tl.constexpr):
     """Both halves in fp32 as one right operand."""
-    return side_by_side(narrow(halves[0], dtype), narrow(halves[1], dtype))
+    lo, hi = narrow(halves[0], dtype), narrow(halves[1], dtype)
+    operand = (side_by_side(lo, hi),)
+    if SPLIT:
+        operand = operand + (side_by_side(rest(halves[0], lo), rest(halves[1], hi)),)
+    return operand
 
 
 @triton.jit
@@ -199,7 +258,7 @@ def by_state(x, states, u, M: tl.constexpr, NT: tl.constexpr, PT: tl.constexpr, 
     """Rows x (both halves of every i) times the state, columns of tile u: [M, PW]."""
     y = tl.zeros((M, PW), tl.float32)
     for i in tl.static_range(NT):
-        y = dot(x[i], tl.trans(states[i * PT + u]), y)
+        y = multiply(x[i], transposed(states[i * PT + u]), y)
     return y
 
 
@@ -208,7 +267,7 @@ def by_state_transposed(x, states, i, M: tl.constexpr, PT: tl.constexpr, NW: tl.
     """Rows x (of every u) times the transposed state, columns of both halves of tile i: [M, 2 NW]."""
     y = tl.zeros((M, 2 * NW), tl.float32)
     for u in tl.static_range(PT):
-        y = dot(x[u], states[i * PT + u], y)
+        y = multiply(x[u], states[i * PT + u], y)
     return y
 
 
@@ -217,7 +276,7 @@ def products(a, b, M: tl.constexpr):
     """[M, M]: the sum of a[i] b[i]^T."""
     y = tl.zeros((M, M), tl.float32)
     for i in tl.static_range(len(a)):
-        y = dot(a[i], tl.trans(b[i]), y)
+        y = multiply(a[i], transposed(b[i]), y)
     return y
 
 
@@ -229,7 +288,9 @@ def by_column(x, RP: tl.constexpr):
 
 
 @triton.jit
-def store_by_rank(Part, xs, step, i, real: tl.constexpr, R: tl.constexpr, width, dtype: tl.constexpr):
+def store_by_rank(
+    Part, xs, step, i, real: tl.constexpr, R: tl.constexpr, width, dtype: tl.constexpr, SPLIT: tl.constexpr
+):
     """Sum one or two tiles [C, RP, W] over their tokens and store each as [R, width], `step` apart; W is tile i of
     columns of which `real` are real.
 
@@ -240,12 +301,14 @@ def store_by_rank(Part, xs, step, i, real: tl.constexpr, R: tl.constexpr, width,
     W: tl.constexpr = xs[0].shape[3]
     M: tl.constexpr = xs[0].shape[0] * xs[0].shape[1] * RP
     RE: tl.constexpr = RP if RP > 16 else 16
-    x = narrow(xs[0], dtype)
-    x = pin(side_by_side(x, narrow(xs[1], dtype)) if len(xs) == 2 else flat(x))
+    if len(xs) == 2:
+        x = left_halves(xs, dtype, SPLIT)
+    else:
+        x = left(xs[0], dtype, SPLIT)
     r, column = tl.arange(0, RE), tl.arange(0, len(xs) * W)
     rank = tl.arange(0, M) % RP
     picks = tl.where(r[:, None] == rank[None, :], 1.0, 0.0).to(dtype)
-    total = dot(tl.trans(x), tl.trans(picks))
+    total = multiply(transposed(x), (tl.trans(picks),))
     step, column = column // W * step, column % W + i * W
     at = Part + r[None, :] * width + (step + column)[:, None]
     tl.store(at, total, mask=(r < R)[None, :] & (column < real)[:, None])
