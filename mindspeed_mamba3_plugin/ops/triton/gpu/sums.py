@@ -56,13 +56,17 @@ def _scalars_kernel(
     task = chunk.to(tl.int64) * H + h
 
     # An angle turns all that reaches later tokens: what crosses the start of the chunk, less what turned since then.
+    # The end of the chunk is known too, with a rounding of its own: half the gap to it is spread over the tokens.
     ok = inside[:, None] & (a < A)[None, :]
     dt = tl.load(DT + here, mask=inside, other=0.0).to(tl.float32)
     at = (token[:, None] * H + h) * A + a[None, :]
     t = tanh(tl.load(Angles + at, mask=ok, other=0.0).to(tl.float32))
     theta = tl.load(dTheta + (head + token)[:, None] * A + a[None, :], mask=ok, other=0.0)
     turn = tl.load(Through + (task * 2 + 1) * NH + a, mask=a < A, other=0.0)[None, :]
-    turn = (turn + theta - tl.cumsum(theta, axis=0)) * 3.141592653589793
+    end = Through + ((task + H) * 2 + 1) * NH + a
+    end = tl.load(end, mask=a < tl.where(reach > C, A, 0), other=0.0)[None, :]
+    gap = 0.5 * (end - turn + tl.sum(theta, axis=0)[None, :]) / tl.minimum(reach, C).to(tl.float32)
+    turn = (turn + theta - tl.cumsum(theta, axis=0) + gap * i.to(tl.float32)[:, None]) * 3.141592653589793
     tl.store(dAngles + at, narrow(turn * dt[:, None] * (1.0 - t * t), dAngles.dtype.element_ty), mask=ok)
     d_dt = tl.sum(turn * t, axis=1)
 
