@@ -128,6 +128,12 @@ def weights_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def parameter_count(model: nn.Module) -> int:
+    """Elements of all parameters, whole ones under tensor parallelism too."""
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    return sum(p.numel() * (ranks if getattr(p, "tensor_model_parallel", False) else 1) for p in model.parameters())
+
+
 def gradient_norms(model: DistributedDataParallel) -> dict[str, float]:
     """The norm of every parameter's accumulated gradient by name, whole parameters under tensor parallelism too; the
     mixers' packed projection part by part ("....in_proj.weight[trap]"), or an error in a narrow part would drown in

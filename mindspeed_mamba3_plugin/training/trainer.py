@@ -96,7 +96,7 @@ class Job:
         self.model = model.build_model(run)
         self.optimizer, self.schedule = model.build_optimizer(run, self.model)
         self.weights = model.weights_digest(self.model)
-        self.parameters = sum(p.numel() for p in self.model.parameters())
+        self.parameters = model.parameter_count(self.model)
         self.seen = hashlib.sha256()  # of the tokens, in the order in which they were trained on
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         self._batches = self._counted(data.batches(run, prefix, cache, rank, ranks))

@@ -36,10 +36,11 @@ def two_ranks(*arguments: str | Path) -> str:
 
 
 def test_records_are_those_of_one_rank(small, split, text, tmp_path):
-    """Losses, gradient norms, and every parameter's gradient norm, of the parameter and not of a rank's share."""
+    """Losses, the count of parameters, gradient norms, and those of every parameter: whole ones, not a rank's share."""
     train(small, tmp_path / "alone", text=text)
     two_ranks("-m", trainer.__name__, "--config", split, "--text", text, "--out", tmp_path / "split")
     alone, run = (records.read(tmp_path / name) for name in ("alone", "split"))
+    assert run.summary["parameters"] == alone.summary["parameters"]
     for a, b in zip(alone.steps, run.steps, strict=True):
         assert (b.loss, b.grad_norm) == pytest.approx((a.loss, a.grad_norm), rel=1e-5)
         expected = dict(a.grad_norms)
