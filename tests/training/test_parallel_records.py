@@ -36,7 +36,7 @@ def two_ranks(*arguments: str | Path) -> str:
 
 
 def test_records_are_those_of_one_rank(small, split, text, tmp_path):
-    """Losses, the count of parameters, gradient norms, and those of every parameter: whole ones, not a rank's share."""
+    """Losses, the count of parameters, gradient norms, and those of every parameter: of whole ones, not of shares."""
     train(small, tmp_path / "alone", text=text)
     two_ranks("-m", trainer.__name__, "--config", split, "--text", text, "--out", tmp_path / "split")
     alone, run = (records.read(tmp_path / name) for name in ("alone", "split"))
