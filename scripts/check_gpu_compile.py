@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""Compile the GPU family's kernels for a GPU that need not be there, and look at what came out.
+"""Compile the kernels of a family for an NVIDIA GPU that need not be there, and look at what came out.
 
     python scripts/check_gpu_compile.py --capability 90
     python scripts/check_gpu_compile.py --capability 80 --shapes N128_P64_R4_C16 --dtype fp32
+    python scripts/check_gpu_compile.py --kernel triton-ascend
 
 For every kernel of a forward and a backward: registers, bytes of stack (spills) and shared memory, instructions and
 barriers. Exits with 1 if a kernel reads a uniform register that nothing set: ptxas 12.8 (in Triton 3.6) makes such
@@ -25,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from mindspeed_mamba3_plugin.ops.triton import gpu
+from mindspeed_mamba3_plugin.ops.triton import ascend, gpu
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][A-Z0-9_]\S*)\s*(.*?);", re.MULTILINE)
@@ -95,6 +96,7 @@ def inspect(name: str, shape: str, kernel) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--kernel", default=gpu._NAME, choices=(gpu._NAME, ascend.NAME), help="the family")
     p.add_argument("--capability", type=int, default=90, help="as in sm_90")
     p.add_argument("--shapes", nargs="*", default=list(OFFICIAL), metavar="N128_P64_R4_C16")
     p.add_argument("--dtype", default="bf16", choices=DTYPES)
@@ -102,6 +104,8 @@ def main(argv: list[str] | None = None) -> int:
     args = p.parse_args(argv)
     driver.set_active(OfflineDriver(args.capability))
     gpu._capability = lambda device: args.capability
+    ascend.target_of = lambda device: "cuda"
+    family = gpu if args.kernel == gpu._NAME else ascend
     run, seen = JITFunction.run, {}
 
     def compile_only(self, *a, warmup: bool, **options):
@@ -115,8 +119,8 @@ def main(argv: list[str] | None = None) -> int:
     for shape in args.shapes:
         seen.clear()
         x = make_inputs(shape, 1, 128, 16, 1, DTYPES[args.dtype], "cpu", norm=args.norm)
-        gpu.forward(x)
-        gpu.backward(x, torch.zeros_like(x.V))
+        family.forward(x)
+        family.backward(x, torch.zeros_like(x.V))
         for (name, _), kernel in seen.items():
             wild |= inspect(name, shape, kernel)
     return int(wild)

@@ -117,6 +117,9 @@ def plain_plan(N: int, P: int, R: int, dtype: torch.dtype, target: str) -> Plan:
         # One program does one task: loading a next one ahead would only take up shared memory.
         once = {"num_stages": 1}
         rows = 32 if dtype == torch.float32 else 64  # fp32 products are unrolled into single multiply-adds
+        if dtype != torch.float32:
+            # ptxas 12.8 (in Triton 3.6) makes wgmma read a narrower right operand from an address that nothing set.
+            PP = max(64, PP)
         return Plan(dtype, max(1, rows // RP), RP, NH, PP, 4096, 16, 0, 0, False, once, once)
     # The interpreter is fastest with few, large programs.
     return Plan(dtype, max(16, 128 // RP), RP, NH, PP, 1 << 20, 16, 0, 0, False, {}, {})
