@@ -2,7 +2,11 @@
 """Time the operator's kernels at the official shapes, after checking them against the reference.
 
     python scripts/benchmark_kernels.py --output docs/benchmarks/h200.json
-    python scripts/benchmark_kernels.py --kernel triton-ascend --shapes N64_P64_R4_C16 --calls 5
+    python scripts/benchmark_kernels.py --kernel triton-ascend --shapes N64_P64_R4_C16 --repeats 5
+
+Where mamba_ssm and tilelang are installed, state-spaces/mamba's TileLang kernels are timed in the same run, on the
+same inputs (compiling takes them minutes). An NPU is timed the same way, by plain calls and without times by kernel:
+those are `npu_acceptance.sh`'s.
 
 Every case is checked first: outputs and all gradients against the fp32 reference on the same inputs. Then the forward
 and the whole backward are timed (device events around replays of a CUDA graph, or around plain calls where graphs are
@@ -20,12 +24,15 @@ import platform
 import statistics
 import sys
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mindspeed_mamba3_plugin import platforms
 from mindspeed_mamba3_plugin.ops import reference, registry
 from mindspeed_mamba3_plugin.ops.types import GRADIENT_NAMES, TENSOR_ARGS, Inputs
 
@@ -34,6 +41,8 @@ OFFICIAL = (
     "N128_P32_R4_C16", "N128_P128_R4_C8", "N128_P64_R8_C8", "N128_P64_R2_C32", "N128_P64_R1_C64",
 )  # fmt: skip
 BOUND = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+DEVICE = platforms.detect()
+ACCELERATOR = torch.get_device_module(DEVICE)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -100,7 +109,7 @@ def timed(calls: list, repeats: int, graphs: bool) -> float:
     """Median milliseconds of one call, taking `calls` in turn."""
     for call in calls:
         call()
-    torch.cuda.synchronize()
+    ACCELERATOR.synchronize()
     if graphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -116,7 +125,7 @@ def timed(calls: list, repeats: int, graphs: bool) -> float:
     run()
     times = []
     for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = ACCELERATOR.Event(enable_timing=True), ACCELERATOR.Event(enable_timing=True)
         begin.record()
         run()
         end.record()
@@ -127,12 +136,12 @@ def timed(calls: list, repeats: int, graphs: bool) -> float:
 
 def peak_extra(call) -> float:
     """MB that a call allocates at its peak, results included."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    ACCELERATOR.synchronize()
+    ACCELERATOR.reset_peak_memory_stats()
+    before = ACCELERATOR.memory_allocated()
     result = call()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
+    ACCELERATOR.synchronize()
+    peak = ACCELERATOR.max_memory_allocated() - before
     del result
     return peak / 1e6
 
@@ -142,33 +151,32 @@ def stages(call) -> dict[str, float]:
     from torch.profiler import ProfilerActivity, profile
 
     call()
-    torch.cuda.synchronize()
+    ACCELERATOR.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as p:
         for _ in range(3):
             call()
-        torch.cuda.synchronize()
+        ACCELERATOR.synchronize()
     found = {e.key: e.device_time_total / 3e3 for e in p.key_averages() if e.device_time_total > 0}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def measure(shape: str, args: argparse.Namespace) -> dict:
-    """One case: its errors, and if they are inside the bound its times and memory."""
+    """One case: its errors, and its times and memory if the errors are inside the bound (which is ours: TileLang's
+    are only reported)."""
     kernel, dtype = registry.load(args.kernel), DTYPES[args.dtype]
 
     def inputs(seed: int) -> tuple[Inputs, Tensor]:
-        x = make_inputs(
-            shape, args.batch, args.length, args.heads, args.groups, dtype, args.device, seed, norm=args.norm
-        )
-        g = torch.Generator(args.device).manual_seed(seed + 100)
-        return x, torch.randn(x.V.shape, generator=g, device=args.device).to(dtype)
+        x = make_inputs(shape, args.batch, args.length, args.heads, args.groups, dtype, DEVICE, seed, norm=args.norm)
+        g = torch.Generator(DEVICE).manual_seed(seed + 100)
+        return x, torch.randn(x.V.shape, generator=g, device=DEVICE).to(dtype)
 
     sets = [inputs(seed) for seed in range(args.sets)]
     row: dict = {"shape": shape}
     if not args.no_check:
         row["errors"] = check(kernel, *sets[0])
         row["worst_error"] = max(row["errors"].values())
-        torch.cuda.empty_cache()
-        if not row["worst_error"] < BOUND[dtype]:
+        ACCELERATOR.empty_cache()
+        if args.kernel != "tilelang" and not row["worst_error"] < BOUND[dtype]:
             return row
     backwards = [lambda x=x, g=g: kernel.backward(x, g) for x, g in sets]
     row["backward_extra_MB"] = peak_extra(backwards[0])
@@ -182,21 +190,34 @@ def measure(shape: str, args: argparse.Namespace) -> dict:
     return row
 
 
-def environment() -> dict[str, str]:
-    import triton
+def measure_tilelang(shape: str, args: argparse.Namespace) -> dict:
+    """The same case with TileLang's kernels."""
+    row = measure(shape, argparse.Namespace(**{**vars(args), "kernel": "tilelang", "stages": False}))
+    ACCELERATOR.empty_cache()
+    return {name: value for name, value in row.items() if name not in ("shape", "floor_ms")}
 
+
+def environment() -> dict[str, str]:
+    installed = {name: import_module(name).__version__ for name in ("torch", "triton", "tilelang") if find_spec(name)}
     return {
         "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
+        "device": ACCELERATOR.get_device_name(),
         "python": platform.python_version(),
+        **installed,
     }
+
+
+def line(label: str, row: dict) -> str:
+    return (
+        f"{label:18s} {row.get('worst_error', math.nan):8.1e} {row.get('forward_ms', math.nan):8.3f} "
+        f"{row.get('backward_ms', math.nan):8.3f} {row.get('times_floor', math.nan):8.2f} "
+        f"{row.get('backward_extra_MB', math.nan):7.0f}"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--kernel", default="triton-gpu", choices=registry.KERNEL_NAMES[1:])
+    p.add_argument("--kernel", default=registry.resolve("auto", DEVICE), choices=registry.KERNEL_NAMES[1:])
     p.add_argument("--shapes", nargs="*", default=list(OFFICIAL), metavar="N128_P64_R4_C16")
     p.add_argument("--batch", type=int, default=4)
     p.add_argument("--length", type=int, default=2048)
@@ -211,23 +232,24 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--stages", action="store_true", help="also the time of every kernel")
     p.add_argument("--tflops", type=float, default=711.0, help="measured matrix rate, for the floor")
     p.add_argument("--tbytes", type=float, default=4.3, help="measured TB/s of a copy, for the floor")
-    p.add_argument("--device", default="cuda")
     p.add_argument("--output", type=Path, help="JSON file")
+    p.add_argument("--alone", action="store_true", help="without TileLang's kernels beside")
     args = p.parse_args(argv)
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmark_kernels: no NVIDIA GPU here")
+    if DEVICE == "cpu":
+        raise SystemExit("benchmark_kernels: neither an NVIDIA GPU nor an NPU here")
+    args.no_graphs |= DEVICE != "cuda"
+    args.stages &= DEVICE == "cuda"
     torch.backends.cuda.matmul.allow_tf32 = False
     rows = []
+    beside = not args.alone and args.kernel != "tilelang" and not registry.missing("tilelang")
     print(f"{'shape':18s} {'error':>8s} {'fwd ms':>8s} {'bwd ms':>8s} {'x floor':>8s} {'MB':>7s}")
     for shape in args.shapes:
         row = measure(shape, args)
         rows.append(row)
-        print(
-            f"{shape:18s} {row.get('worst_error', math.nan):8.1e} {row.get('forward_ms', math.nan):8.3f} "
-            f"{row.get('backward_ms', math.nan):8.3f} {row.get('times_floor', math.nan):8.2f} "
-            f"{row.get('backward_extra_MB', math.nan):7.0f}",
-            flush=True,
-        )
+        print(line(shape, row), flush=True)
+        if beside:
+            row["tilelang"] = measure_tilelang(shape, args)
+            print(line("  TileLang", row["tilelang"]), flush=True)
         for name, ms in row.get("backward_stages_ms", {}).items():
             print(f"    {ms:7.4f} {name[:90]}")
     if args.output:

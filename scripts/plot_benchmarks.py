@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Pictures of measurements kept as JSON.
 
-python scripts/plot_benchmarks.py comparison docs/benchmarks/h200.json docs/benchmarks/tilelang_h200.json out.png
+python scripts/plot_benchmarks.py comparison docs/benchmarks/h200.json out.png
 python scripts/plot_benchmarks.py growth docs/benchmarks/h200_growth.json out.png
 """
 
@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 
 
-def comparison(axes, ours: dict, theirs: dict) -> None:
+def comparison(axes, ours: dict) -> None:
     """Backward times of both by shape, and how many times as fast ours is."""
     shapes = [case["shape"] for case in ours["cases"]]
     mine = [case["backward_ms"] for case in ours["cases"]]
-    other = [theirs["cases"][shape]["whole_bwd_ms"] for shape in shapes]
+    other = [case["tilelang"]["backward_ms"] for case in ours["cases"]]
     floor = [case["floor_ms"] for case in ours["cases"]]
     place = range(len(shapes))
     axes.bar([i - 0.2 for i in place], other, 0.4, label="TileLang", color="#9aa7b5")
@@ -56,21 +56,18 @@ def growth(axes, measured: dict) -> None:
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("what", choices=("comparison", "growth"))
-    p.add_argument("files", nargs="+", type=Path, help="the JSON files, and last the picture to write")
+    p.add_argument("measured", type=Path, help="JSON file")
+    p.add_argument("picture", type=Path, help="PNG file to write")
     args = p.parse_args(argv)
-    wanted = 3 if args.what == "comparison" else 2
-    if len(args.files) != wanted:
-        p.error(f"{args.what} takes {wanted} files, {len(args.files)} given")
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    data = [json.loads(path.read_text()) for path in args.files[:-1]]
     size, columns = ((10, 4.5), 1) if args.what == "comparison" else ((10, 3.8), 2)
     figure, axes = plt.subplots(1, columns, figsize=size, layout="constrained")
-    (comparison if args.what == "comparison" else growth)(axes, *data)
-    figure.savefig(args.files[-1], dpi=110)
+    (comparison if args.what == "comparison" else growth)(axes, json.loads(args.measured.read_text()))
+    figure.savefig(args.picture, dpi=110)
     return 0
 
 
