@@ -113,23 +113,33 @@ def core_gradient(parts):
 
 
 @triton.jit
+def load_state(
+    States, task, i, u, dtype: tl.constexpr, SPLIT: tl.constexpr, NT: tl.constexpr, NW: tl.constexpr,
+    PT: tl.constexpr, PW: tl.constexpr,
+):  # fmt: skip
+    """Tile (i, u) [PW, 2 NW] of one state [2, NH, PP], stored with P contiguous, as an operand."""
+    NH: tl.constexpr = NT * NW
+    PP: tl.constexpr = PT * PW
+    n = tl.arange(0, 2 * NW)
+    at = States + task * (2 * NH * PP)
+    at += (u * PW + tl.arange(0, PW))[:, None] + (n // NW * NH + i * NW + n % NW)[None, :] * PP
+    tile = tl.load(at)
+    if SPLIT:
+        high = narrow(tile, dtype)
+        operand = (high, rest(tile, high))
+    else:
+        operand = (tile,)
+    return operand
+
+
+@triton.jit
 def load_states(
     States, task, dtype: tl.constexpr, SPLIT: tl.constexpr, NT: tl.constexpr, NW: tl.constexpr, PT: tl.constexpr,
     PW: tl.constexpr,
 ):  # fmt: skip
-    """Operands [PW, 2 NW] of one state [2, NH, PP], stored with P contiguous, of every (i, u), i slowest."""
+    """Every tile (i, u) of a state, i slowest."""
     tiles = ()
-    NH: tl.constexpr = NT * NW
-    PP: tl.constexpr = PT * PW
-    n = tl.arange(0, 2 * NW)
     for i in tl.static_range(NT):
         for u in tl.static_range(PT):
-            at = States + task * (2 * NH * PP)
-            at += (u * PW + tl.arange(0, PW))[:, None] + (n // NW * NH + i * NW + n % NW)[None, :] * PP
-            tile = tl.load(at)
-            if SPLIT:
-                high = narrow(tile, dtype)
-                tiles = tiles + ((high, rest(tile, high)),)
-            else:
-                tiles = tiles + ((narrow(tile, dtype) if tile.dtype != dtype else tile,),)
+            tiles = tiles + (load_state(States, task, i, u, dtype, SPLIT, NT, NW, PT, PW),)
     return tiles

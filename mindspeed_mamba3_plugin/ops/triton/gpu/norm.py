@@ -15,12 +15,11 @@ from .loads import (
     load_by_row,
     load_by_token,
     load_queries_and_keys,
-    load_states,
+    load_state,
     load_values,
 )  # fmt: skip
 from .outputs import mixing, with_skip
 from .tiles import (
-    by_state,
     columns,
     left_halves,
     load,
@@ -37,6 +36,7 @@ from .tiles import (
     sigmoid,
     store_by_rank,
     tall,
+    transposed,
 )  # fmt: skip
 
 
@@ -58,26 +58,22 @@ def _norm_kernel(
     turns, q_halves, k_halves = load_queries_and_keys(
         Q, K, Q_bias, K_bias, Cos, Sin, head, token, r, inside, h, H, G, R, N, A, NT, NW
     )
-    values = ()
-    for u in tl.static_range(PT):
-        values = values + (load_values(V, Phi, token, r, columns(u, PW), inside, h, H, R, P),)
-    states = load_states(States, task, dtype, SPLIT, NT, NW, PT, PW)
-
-    k, q, v = (), (), ()
+    k, q = (), ()
     for i in tl.static_range(NT):
         turn = pin_all(turns[i])
         k = k + (right_halves(rotated(pin_all(k_halves[i]), turn), dtype, SPLIT),)
         q = q + (left_halves(rotated(pin_all(q_halves[i]), turn), dtype, SPLIT),)
-    for u in tl.static_range(PT):
-        value = pin_all(values[u])
-        v = v + (right(value[0].to(tl.float32) * value[1].to(tl.float32), dtype, SPLIT),)
     mix, chi = mixing(Scalars, head + start, row, reach, rows, C, RP)
     scores = with_skip(products(q, k, M) * mix, D, h, rows, dtype, SPLIT)
     ys = ()
     square = 0.0
-    for u in tl.static_range(PT):
-        y = by_state(q, states, u, M, NT, PT, PW) * power2(chi)[:, None]
-        y = tall(multiply(scores, v[u], y), RP)
+    for u in tl.static_range(PT):  # loaded late: in k's place, and two programs fit on a multiprocessor
+        y = tl.zeros((M, PW), tl.float32)
+        for i in tl.static_range(NT):
+            y = multiply(q[i], transposed(load_state(States, task, i, u, dtype, SPLIT, NT, NW, PT, PW)), y)
+        value = load_values(V, Phi, token, r, columns(u, PW), inside, h, H, R, P)
+        v = right(value[0].to(tl.float32) * value[1].to(tl.float32), dtype, SPLIT)
+        y = tall(multiply(scores, v, y * power2(chi)[:, None]), RP)
         square += tl.sum(y * y, axis=3, keep_dims=True)
         ys = ys + (y,)
     scale = tl.rsqrt(square / P + eps)

@@ -22,6 +22,7 @@ from .loads import (
     load_halves,
     load_out_gradient,
     load_queries_and_keys,
+    load_state,
     load_states,
     load_turn,
     load_values,
@@ -80,7 +81,8 @@ def _sinks_kernel(
         p = columns(u, PW)
         values = values + (load_values(V, Phi, token, r, p, inside, h, H, R, P),)
         parts = parts + (load_core_parts(dO, Psi, Z, Zeta, Stored, token, r, p, inside, h, H, R, P),)
-    states = load_states(States, task, dtype, SPLIT, NT, NW, PT, PW)
+    if Stored is None:
+        states = load_states(States, task, dtype, SPLIT, NT, NW, PT, PW)
     mix, chi = mixing(Scalars, head + start, row, reach, rows, C, RP)
 
     k, q, v, gb = (), (), (), ()
@@ -137,7 +139,13 @@ def _sinks_kernel(
 
     for i in tl.static_range(NT):
         n = columns(i, NW)
-        lo, hi = apart(multiply(gs, k[i], by_state_transposed(gb, states, i, M, PT, NW) * since), RP)
+        if Stored is None:
+            back = by_state_transposed(gb, states, i, M, PT, NW)
+        else:  # one tile at a time: two programs then fit on a multiprocessor
+            back = tl.zeros((M, 2 * NW), tl.float32)
+            for u in tl.static_range(PT):
+                back = multiply(gb[u], load_state(States, task, i, u, dtype, SPLIT, NT, NW, PT, PW), back)
+        lo, hi = apart(multiply(gs, k[i], back * since), RP)
         turn = load_turn(Cos, Sin, head + token, n, inside, A)
         cos = turn[0].to(tl.float32)
         sin = turn[1].to(tl.float32)

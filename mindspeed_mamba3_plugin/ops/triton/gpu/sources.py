@@ -79,7 +79,8 @@ def _sources_kernel(
         p = columns(u, PW)
         values = values + (load_values(V, Phi, token, r, p, inside, h, H, R, P),)
         parts = parts + (load_core_parts(dO, Psi, Z, Zeta, Stored, token, r, p, inside, h, H, R, P),)
-    states = load_states(dStates, task, dtype, SPLIT, NT, NW, PT, PW)
+    if not SPLIT:
+        states = load_states(dStates, task, dtype, SPLIT, NT, NW, PT, PW)
 
     local, sink = rows // RP, tl.arange(0, C)
     numbers = Scalars + head + start
@@ -105,6 +106,8 @@ def _sources_kernel(
         v = v + (left(value[0].to(tl.float32) * value[1].to(tl.float32), dtype, SPLIT),)
     kq = products(k, q, M)
     vg = products(v, gb, M)
+    if SPLIT:  # in v's place, which is made again when k has gone: two programs then fit on a multiprocessor
+        states = load_states(dStates, task, dtype, SPLIT, NT, NW, PT, PW)
     same = local[:, None] == local[None, :]
     product = fade * (kq * vg)
     others = tl.sum(tl.where(same, 0.0, product), axis=1)
@@ -130,6 +133,11 @@ def _sources_kernel(
         put(dV, (token * H + h) * P + p, over_ranks(x), inside & (p < P))
     put(Sources + 2 * row, head + start + sink, per_token(beyond, C, RP), sink < reach)
 
+    if SPLIT:
+        v = ()
+        for u in tl.static_range(PT):
+            value = load_values(V, Phi, token, r, columns(u, PW), inside, h, H, R, P)
+            v = v + (left(value[0].to(tl.float32) * value[1].to(tl.float32), dtype, SPLIT),)
     weight = (share * leave)[:, None]
     for i in tl.static_range(NT):
         n = columns(i, NW)
