@@ -18,7 +18,7 @@ from .cost import FITS, Constants, Work, estimate
 _RATES = {"memory": ("hbm", "memory"), "vector": ("load", "load_short"), "mixed": ()}
 _TIMES = {"memory": (), "vector": ("vector_call", "transfer_call", "row", "unaligned_row"), "mixed": ("mixed_call",)}
 GROUPS = tuple(_RATES)
-SUGGESTED = ("outer", "rotate_bwd", "products")
+SUGGESTED = ("scores", "rotate_bwd", "products")
 _LIMIT = math.log(16)  # a scale beyond 1/16 to 16 is no calibration
 _PULL = 1e-4  # towards what was fitted before, for a group that no measured stage depends on
 _START, _STEP, _ROUNDS = math.log(2), 1e-4, 30
@@ -34,7 +34,7 @@ class Measurement:
 
 
 def read(path: Path) -> Measurement:
-    """A file of the form {"shape": "N128_P64_R4_C16", "dtype": "bf16", "measured_ms": {"outer": 0.31, ...}}.
+    """A file of the form {"shape": "N128_P64_R4_C16", "dtype": "bf16", "measured_ms": {"scores": 0.56, ...}}.
 
     Raises:
         ValueError: naming the field, what was given and what is allowed.

@@ -92,7 +92,7 @@ def _estimate(parser: argparse.ArgumentParser, given: argparse.Namespace, shapes
         if given.calibrate:
             measured = calibrate.read(given.calibrate)
             ((_, known),) = estimate.all_stages([measured.shape], measured.dtype, version)
-            fits, scales = calibrate.calibrated({s.name: s.work for s in known}, measured)
+            fits, scales = calibrate.calibrated(estimate.mean_works(known), measured)
             parts.append(report.calibration(measured, scales))
         if given.plain_port:
             port.load(given.plain_port)

@@ -71,6 +71,10 @@ class Work:
         total = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Work) if f.name != "mixed"}
         return Work(mixed=self.mixed or other.mixed, **total)
 
+    def __truediv__(self, n: float) -> Work:
+        share = {f.name: getattr(self, f.name) / n for f in fields(Work) if f.name != "mixed"}
+        return Work(mixed=self.mixed, **share)
+
 
 @dataclass(frozen=True)
 class Estimate:

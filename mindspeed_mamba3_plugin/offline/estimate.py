@@ -81,6 +81,12 @@ def stages(case: cases.Case, version: str, chip: Chip = ASCEND_910B3) -> list[St
     return found
 
 
+def mean_works(stages: list[Stage]) -> dict[str, Work]:
+    """By name, over its launches: what a profiler's mean time of a kernel is the time of."""
+    names = dict.fromkeys(s.name for s in stages)
+    return {n: sum(own[1:], own[0]) / len(own) for n in names if (own := [s.work for s in stages if s.name == n])}
+
+
 def verdict(shape: str, entry: str, own: list[Stage], fits: dict[str, Constants]) -> Verdict:
     """The sum of an entry point's stages; its bound is the resource that takes most of the time in the first fit."""
     ms = {fit: sum(estimate(s.work, c).ns for s in own) / 1e6 for fit, c in fits.items()}

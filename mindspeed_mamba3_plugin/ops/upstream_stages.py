@@ -18,11 +18,11 @@ from . import registry
 from .checks import checked
 from .sums import running_sum
 from .triton import ascend
-from .triton.ascend.decay import spread
 from .triton.ascend.gate import GateGradients, gate_bwd
-from .triton.ascend.products import outputs, products
+from .triton.ascend.mixing import as_blocks, as_square, mix, mix_bwd
+from .triton.ascend.products import outputs, products, scores
 from .triton.ascend.rotate import rotate, rotate_bwd
-from .triton.ascend.states import outer, reverse_scan, scan
+from .triton.ascend.states import reverse_scan, scan
 from .triton.ascend.values import values, values_bwd
 from .triton.chunks import Chunks, cut
 from .triton.plan import Plan, next_power_of_2, plain_plan, target_of
@@ -95,11 +95,10 @@ class Call:
     chunks: Chunks
     plan: Plan
     layout: Layout
-    cos: Tensor  # [c, H, C, NH]
-    sin: Tensor
+    turns: Tensor  # the cosines and sines of theta, as the family's `angles` has them
     scale: Tensor  # s [c, H, C]
     decay: Tensor  # exp(segsum) below the diagonal, 0 elsewhere [c, H, C, C]
-    mixing: Tensor  # [c, H, M, M]
+    mixing: Tensor  # [c, H, blocks, CS, CS]
     carry_in: Tensor  # [c, H, C]
     to_end: Tensor  # exp(dA_cs_rev) [c, H, C]
     whole: Tensor  # [c, H]
@@ -118,6 +117,8 @@ class Rows(NamedTuple):
     v_out: Tensor
     states: Tensor  # entering the chunks [c, H, N2, PP]
     last_state: Tensor | None
+    scores: Tensor
+    mixed: Tensor
     inside: Tensor
     carried: Tensor
 
@@ -190,7 +191,7 @@ def prepare(
     layout = Layout(x, chunks, plan.C)
 
     theta = layout.tokens(x.Angles)
-    pad = (0, plan.NH - theta.shape[-1])
+    pad = (0, plan.rotated(theta.shape[-1]) - theta.shape[-1])
     weight, rest = torch.sigmoid(x.Trap.float()), torch.sigmoid(-x.Trap.float())
     gamma = x.DT.float() * weight
     beta = (x.DT.float() * rest).masked_fill(layout.starts, 0)
@@ -202,11 +203,10 @@ def prepare(
     log_in = layout.steps(x.ADT)
     return Call(
         x, chunks, plan, layout,
-        cos=F.pad(torch.cos(theta), pad, value=1.0).contiguous(),
-        sin=F.pad(torch.sin(theta), pad).contiguous(),
+        turns=torch.cat((F.pad(torch.cos(theta), pad, value=1.0), F.pad(torch.sin(theta), pad)), dim=-1),
         scale=scale,
         decay=decay,
-        mixing=spread(mixing, plan),
+        mixing=as_blocks(mixing, plan),
         carry_in=torch.exp(log_in).contiguous(),
         to_end=torch.exp(layout.steps(dA_cs_rev)),
         whole=torch.exp(log_in.gather(2, layout.ends.expand(-1, log_in.shape[1], 1))).squeeze(2).contiguous(),
@@ -216,13 +216,15 @@ def prepare(
 def compute_rows(call: Call, states: Tensor | None = None) -> Rows:
     """The family's forward before the gate, from given entering states where there are any."""
     x, chunks, plan = call.x, call.chunks, call.plan
-    q, k = rotate(x, chunks, plan, call.cos, call.sin)
+    q, k = rotate(x, chunks, plan, call.turns)
     v, v_out = values(x, chunks, plan, call.carry_out)
+    product, own = scores(q, k, k, v_out, plan)
     last = None
     if states is None:
-        states, last = scan(outer(k, v_out, plan), call.whole, chunks, plan)
-    inside, carried = outputs(q, k, v, states, call.mixing, plan)
-    return Rows(q, k, v, v_out, states, last, inside, carried)
+        states, last = scan(own, call.whole, chunks, plan)
+    mixed = mix(product, call.mixing, plan)
+    inside, carried = outputs(q, v, states, mixed, plan)
+    return Rows(q, k, v, v_out, states, last, product, mixed, inside, carried)
 
 
 def behind_the_scan(call: Call, rows: Rows, dout: Tensor) -> GateGradients:
@@ -235,15 +237,17 @@ def through_the_scan(call: Call, rows: Rows, behind: GateGradients) -> ScanGradi
     """bwd_bwd from dO on."""
     registry.count(ascend.NAME, "bwd_bwd")
     x, chunks, plan, layout = call.x, call.chunks, call.plan, call.layout
-    down = outer(rows.q, behind.do_in, plan)
+    w, down = scores(behind.do, rows.v, rows.q, behind.do_in, plan)
     dstates, dwhole, _ = reverse_scan(down, call.whole, rows.states, chunks, plan)
-    dq, dk, dv_inside, dv_carried, dmixing = products(
-        rows.q, rows.k, rows.v, rows.v_out, behind.do, behind.do_in, rows.states, dstates, call.mixing, plan
+    mixed_w, dmixing = mix_bwd(rows.scores, w, call.mixing, plan)
+    dq, dk, dv_inside, dv_carried = products(
+        rows.q, rows.k, rows.v_out, behind.do, behind.do_in, rows.states, dstates, rows.mixed, mixed_w, plan
     )
     dv, dmimo_v, dcarry_out = values_bwd(x, chunks, plan, dv_inside, dv_carried, behind.do, call.carry_out)
-    dQ, dK, dq_bias, dk_bias, dtheta = rotate_bwd(x, chunks, plan, dq, dk, call.cos, call.sin)
-    W = dmixing.unflatten(-1, (plan.RP, plan.C)).unflatten(-3, (plan.RP, plan.C)).sum((-2, -4))
-    from_state = (behind.do.float() * rows.carried).unflatten(2, (plan.RP, plan.C)).sum((2, 4))
+    dQ, dK, dq_bias, dk_bias, dtheta = rotate_bwd(x, chunks, plan, dq, dk, call.turns)
+    W = as_square(dmixing, plan)
+    from_state = (behind.do.float() * rows.carried).unflatten(2, (plan.parts, plan.RP, plan.CS))
+    from_state = from_state.sum((3, 5)).flatten(2)
     every = dwhole.sum(-1)[..., None].expand_as(from_state)
     steps = layout.back_to_steps
     return ScanGradients(

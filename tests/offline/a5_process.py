@@ -20,7 +20,7 @@ text = fused_a5.text("products", 32, 4, 128, 64)
 assert ALONE in text
 guarded = toolchain.Lowered("guarded", text.replace(ALONE, ""), fused_a5.OPTIONS)
 compiled = toolchain.compile_lowered(toolchain.Lowered("fused", text, fused_a5.OPTIONS), a5.ASCEND_950, path)
-kernels = ("_outer_kernel", "_values_kernel")
+kernels = ("_scores_kernel", "_values_kernel")
 found = {
     "fused": {s: {c.name: asdict(fused_a5.examined(s, c)) for c in chosen} for s in fused_a5.STAGES},
     "guarded": asdict(a5.examined("", guarded, path)),

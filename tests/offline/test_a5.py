@@ -41,9 +41,9 @@ def test_without_its_request_one_vector_core_is_left_out(found):
 
 
 def test_kernels_of_the_operator_fit(found):
-    outer, values = found["plain"]["_outer_kernel"], found["plain"]["_values_kernel"]
-    assert outer["error"] == values["error"] == ""
-    assert outer["used"]["cc"] > 0 == outer["used"]["ub"]
+    scores, values = found["plain"]["_scores_kernel"], found["plain"]["_values_kernel"]
+    assert scores["error"] == values["error"] == ""
+    assert scores["used"]["cc"] > 0 == values["used"]["cc"]
     assert values["used"]["ub"] > 0 == values["to_ub"]
 
 
@@ -51,10 +51,10 @@ def test_tables():
     rows = [
         a5.Row("N128_P64_R4_C16", "_products_kernel", "ub overflow, needs 638976 of 253952 bytes"),
         a5.Row("N16_P64_R4_C8", "_products_kernel", "", {"ub": 249856, "cbuf": 1, "cc": 2}, 14, 0, 12, 15),
-        a5.Row("N16_P64_R4_C8", "_outer_kernel", "", {"ub": 0, "cbuf": 1, "cc": 4096}),
+        a5.Row("N16_P64_R4_C8", "_scores_kernel", "", {"ub": 0, "cbuf": 1, "cc": 4096}),
     ]
     text = a5.tables(rows, "1.2.0")
     assert "3 kernels at 2 shapes, 1 that do not fit" in text
-    assert "| products | needs 638976 of UB | 249856 |" in text and "| outer |  | 4096 |" in text
+    assert "| products | needs 638976 of UB | 249856 |" in text and "| scores |  | 4096 |" in text
     assert "| products: N16_P64_R4 | 14 | 0 | 12 | 15 |" in text
     assert a5._cell(a5.Row("", "k", "Assertion failed")) == "fails"

@@ -9,7 +9,7 @@ from mindspeed_mamba3_plugin.offline.cost import FITS, Work, estimate
 
 # One stage bound by each of the groups, of the sizes of real ones.
 WORKS = {
-    "outer": Work(cube_cycles=52000, cube_calls=615, memory_bytes=336e6),
+    "scores": Work(cube_cycles=52000, cube_calls=615, memory_bytes=336e6),
     "rotate_bwd": Work(vector_calls=12900, vector_cycles=550000, transfers=8400, loaded_long=2e7, memory_bytes=1.0e9),
     "products": Work(
         mixed=True, cube_cycles=580000, cube_calls=9020, vector_calls=7000, vector_cycles=90000, transfers=9000,
@@ -46,11 +46,11 @@ def test_the_whole_way_from_a_file(tmp_path):
 
 
 def test_a_stage_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="names inner, the stages are outer, products, rotate_bwd"):
-        fit(WORKS, {"inner": 1.0, "outer": 1.0, "products": 1.0}, FITS["A"])
+    with pytest.raises(ValueError, match="names inner, the stages are products, rotate_bwd, scores"):
+        fit(WORKS, {"inner": 1.0, "scores": 1.0, "products": 1.0}, FITS["A"])
 
 
-TIMES = {"outer": 0.3, "rotate_bwd": 1.0, "products": 2.0}
+TIMES = {"scores": 0.3, "rotate_bwd": 1.0, "products": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ TIMES = {"outer": 0.3, "rotate_bwd": 1.0, "products": 2.0}
         ({"shape": "N1"}, r"has \['shape'\], must be an object with \['dtype', 'measured_ms', 'shape'\]"),
         ({**SHAPE, "shape": "N1", "measured_ms": TIMES}, "shape is 'N1', allowed are N16_P64_R4_C8"),
         ({**SHAPE, "dtype": "int8", "measured_ms": TIMES}, "dtype is 'int8', allowed are bf16, fp16, fp32"),
-        ({**SHAPE, "measured_ms": {"outer": 1.0}}, "must name the ms of at least 3 stages, such as outer"),
-        ({**SHAPE, "measured_ms": {**TIMES, "outer": -1}}, "measured_ms of outer is -1, must be a positive number"),
-        ({**SHAPE, "measured_ms": {**TIMES, "outer": True}}, "measured_ms of outer is True"),
+        ({**SHAPE, "measured_ms": {"scores": 1.0}}, "must name the ms of at least 3 stages, such as scores"),
+        ({**SHAPE, "measured_ms": {**TIMES, "scores": -1}}, "measured_ms of scores is -1, must be a positive number"),
+        ({**SHAPE, "measured_ms": {**TIMES, "scores": True}}, "measured_ms of scores is True"),
         ('{"shape": "N16_P64_R4_C8", "dtype": "bf16", "measured_ms": {"a": NaN, "b": 1, "c": 1}}', "of a is nan"),
     ],
 )

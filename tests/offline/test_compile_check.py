@@ -45,7 +45,7 @@ def test_the_command_reports_and_writes(in_ascend_environment, tmp_path):
     for _ in range(2):
         done = command(*given, "--write", str(document))
         assert done.returncode == 0, done.stdout + done.stderr
-    assert "PASS  all 17 kernels" in done.stdout.splitlines()[-1]
+    assert "PASS  all 20 kernels" in done.stdout.splitlines()[-1]
     page = document.read_text()
     assert page.startswith("# Page") and page.count("compile: begin") == 1
     assert "| products L0C |" in page
@@ -80,7 +80,7 @@ def test_the_estimate_and_its_calibration(in_ascend_environment, tmp_path):
     assert first.returncode == 0, first.stdout + first.stderr
     assert "An estimate, not a measurement (bf16, ascendnpu-ir 1.2.0)" in document.read_text()
     assert "| bwd_bwd products | " in first.stdout and "of 2 reach" in first.stdout.splitlines()[-1]
-    slow = {"outer": 50.0, "rotate_bwd": 50.0, "products": 50.0}  # ms
+    slow = {"scores": 50.0, "rotate_bwd": 50.0, "products": 50.0}  # ms
     measured.write_text(json.dumps({"shape": "N16_P64_R4_C8", "dtype": "bf16", "measured_ms": slow}))
     second = command(*given, "--calibrate", str(measured), "--json", str(tmp_path / "rows.json"))
     assert second.returncode == 0 and "Calibrated to times measured at N16_P64_R4_C8 bf16" in second.stdout

@@ -26,7 +26,8 @@ def test_the_error_of_an_angle_does_not_grow():
     x = make(1, LONG, H=1, R=1, N=8, P=1, device=DEVICE)
     x = replace(x, Angles=x.Angles.abs())  # always onward
     plan = plain_plan(8, 1, 1, x.dtype, DEVICE)
-    cos, sin, _ = ascend.angles(x, cut(x, plan.C), plan)
+    turns, _ = ascend.angles(x, cut(x, plan.C), plan)
+    cos, sin = turns.chunk(2, dim=-1)
     steps = torch.tanh(x.Angles.double()) * x.DT.double().transpose(1, 2)[..., None]
     theta = torch.pi * torch.cumsum(steps, dim=1)[0, :, 0]
     error = torch.maximum(

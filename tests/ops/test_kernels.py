@@ -60,7 +60,7 @@ def small_tiles(monkeypatch):
 
     def narrow_plan(*args):
         p = plan.plain_plan(*args)
-        return replace(p, C=16, tile_elements=8 * p.RP * 16, state_rows=8)
+        return replace(p, C=16, tile_elements=8 * p.RP * 16, state_elements=8 * p.PP)
 
     monkeypatch.setattr(ascend, "plain_plan", narrow_plan)
 

@@ -33,10 +33,10 @@ SHAPE = "N128_P64_R4_C16"
 
 
 def test_the_second_entry_is_the_difference():
-    both = {"a": KernelTime(1, 2.0), "outer": KernelTime(2, 0.8), "b": KernelTime(1, 3.0)}
-    first = {"a": KernelTime(1, 2.1), "outer": KernelTime(1, 0.3)}
+    both = {"a": KernelTime(1, 2.0), "scores": KernelTime(2, 0.8), "b": KernelTime(1, 3.0)}
+    first = {"a": KernelTime(1, 2.1), "scores": KernelTime(1, 0.3)}
     found = npu_measure.difference(both, first)
-    assert found == {"outer": KernelTime(1, pytest.approx(0.5)), "b": KernelTime(1, 3.0)}
+    assert found == {"scores": KernelTime(1, pytest.approx(0.5)), "b": KernelTime(1, 3.0)}
 
 
 def result(shape: str, ms: dict[str, float], **more) -> dict:
@@ -44,9 +44,9 @@ def result(shape: str, ms: dict[str, float], **more) -> dict:
     error = {"dq": {"l2": 0.004, "mean": 0.003}, "dk": {"l2": 0.003, "mean": 0.004}}
     small = {name: {"l2": 1e-6, "mean": 1e-6} for name in error}
     kernels = {
-        "bwd_fwd": {"_outer_kernel": {"launches": 1, "ms": 0.2}, "ReduceSum": {"launches": 2, "ms": 0.1}},
+        "bwd_fwd": {"_scores_kernel": {"launches": 1, "ms": 0.2}, "ReduceSum": {"launches": 2, "ms": 0.1}},
         "bwd_bwd": {
-            "_outer_kernel": {"launches": 1, "ms": 0.4}, "_products_kernel": {"launches": 1, "ms": 2.0},
+            "_scores_kernel": {"launches": 1, "ms": 0.4}, "_products_kernel": {"launches": 1, "ms": 2.0},
             "_rotate_bwd_kernel": {"launches": 1, "ms": 1.0},
         },
     }  # fmt: skip
@@ -62,7 +62,7 @@ def test_calibration_is_what_the_estimates_read(tmp_path):
     path.write_text(json.dumps(npu_report.calibration(result(SHAPE, {}))))
     measured = calibrate.read(path)
     assert (measured.shape, measured.dtype) == (SHAPE, "bf16")
-    assert measured.ms == {"outer": pytest.approx(0.3), "products": 2.0, "rotate_bwd": 1.0}
+    assert measured.ms == {"scores": pytest.approx(0.3), "products": 2.0, "rotate_bwd": 1.0}
 
 
 def written(folder: Path, results: list[dict], steps: list[dict] | None = None, dry_run: bool = False) -> int:
@@ -156,7 +156,7 @@ def test_times_on_a_chip(monkeypatch, tmp_path, profiler):
             raise RuntimeError("left 0 files")
         before = clock.now
         calls[0]()
-        first = {"_outer_kernel": KernelTime(1, 1.5)}
+        first = {"_scores_kernel": KernelTime(1, 1.5)}
         return first if clock.now - before == 2.0 else {**first, "_products_kernel": KernelTime(1, 4.0)}
 
     monkeypatch.setattr(npu_measure, "profiled", profiled)

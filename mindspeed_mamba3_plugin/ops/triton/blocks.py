@@ -1,4 +1,4 @@
-"""Device functions shared by the kernels of both families."""
+"""Device functions shared by the kernels."""
 
 import os
 
@@ -57,3 +57,9 @@ def narrow(x, dtype: tl.constexpr):
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         x = bits.to(tl.float32, bitcast=True)
     return x.to(dtype)
+
+
+@triton.jit
+def first_row(task, t, C: tl.constexpr, CS: tl.constexpr, RP: tl.constexpr):
+    """The row of rank 0 and token t, the first of a tile inside a part of CS tokens; a rank further is CS rows on."""
+    return (task * C + t // CS * CS) * RP + t % CS

@@ -15,9 +15,16 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def _in_parts(RP: int, C: int) -> bool:
+    """Whether a chunk is cut into two parts: not below 64 rows or 8 tokens each."""
+    return RP * C >= 128 and C >= 16
+
+
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of one launch. A chunk holds C tokens of R ranks, its rows in (rank, token) order, rank padded to RP.
+    """Sizes of one launch. A chunk holds C tokens of R ranks, rank padded to RP, its M rows in (rank, token) order.
+    Where they are many, those of its first C / 2 tokens come first: products of rows with rows are then made by
+    blocks of L by L, without the one above the diagonal.
 
     The state dimension is kept in two halves of NH columns each (the partners n and N/2 + n of a rotation), padded
     with zeros, and the head dimension padded to PP: tensor-core and cube tiles want at least 16.
@@ -29,33 +36,61 @@ class Plan:
     NH: int
     PP: int
     tile_elements: int  # fp32 elements of one tile in an element-wise kernel
-    state_rows: int  # rows of the state that one program of a scan carries
+    chunks: int  # that one task of an element-wise kernel with parameters of a head walks
+    state_elements: int  # of the state, or of one half of it, that one program of a scan carries
     cube_cores: int  # upper bound of programs of a kernel with products; 0 is one program a task
     vector_cores: int  # the same for element-wise kernels
     cut_tiles: bool  # whether a tile can be cut (an extension of triton-ascend)
-    cube: dict[str, int]  # launch options of kernels with products alone
-    mixed: dict[str, int]  # and of those with element-wise work beside them
+    cube: dict[str, int]  # launch options of kernels with matrix products
+    largest: dict[str, int]  # the same for the one with the most operands
 
     @property
     def M(self) -> int:
         return self.RP * self.C
 
     @property
+    def parts(self) -> int:
+        return 2 if _in_parts(self.RP, self.C) else 1
+
+    @property
+    def blocks(self) -> int:
+        return self.parts * (self.parts + 1) // 2
+
+    @property
+    def CS(self) -> int:
+        """Tokens of a part."""
+        return self.C // self.parts
+
+    @property
+    def L(self) -> int:
+        """Rows of a part."""
+        return self.RP * self.CS
+
+    @property
     def N2(self) -> int:
         return 2 * self.NH
 
     def tokens(self, width: int) -> int:
-        """Tokens of a [RP, tokens, width] tile in an element-wise kernel; divides C."""
-        return max(1, min(self.C, self.tile_elements // (self.RP * width)))
+        """Tokens of a [RP, tokens, width] tile in an element-wise kernel; divides CS."""
+        return max(1, min(self.CS, self.tile_elements // (self.RP * width)))
 
     def heads(self, heads: int, width: int) -> int:
         """Heads of a tile of an element-wise kernel with `width` elements a head; a power of 2."""
         return max(1, min(next_power_of_2(heads), self.tile_elements // width))
 
+    def divisor(self, tasks: int, width: int) -> int:
+        """How many of `tasks` with `width` elements each make a tile: a power of 2 that divides their number."""
+        return max(1, min(tasks & -tasks, self.tile_elements // width))
+
+    def walk(self, chunks: int, heads: int) -> int:
+        """Chunks of a head that one task walks, with at least twelve tasks for every core: less than one in twelve of
+        its time is lost where they do not divide evenly."""
+        return max(1, min(self.chunks, chunks * heads // (12 * max(1, self.vector_cores))))
+
     def rotated(self, angles: int) -> int:
-        """Columns of a half that the tables of cosines and sines hold: those of the angles where their rows are long
-        enough for a transfer of their own, else all, with 1 and 0 where nothing is rotated."""
-        return angles if angles % 16 == 0 else self.NH
+        """Columns of a half that the table of cosines and sines holds: those of the angles where they make whole
+        rows, else all, with 1 and 0 where nothing is rotated."""
+        return angles if angles % 16 == 0 and angles == next_power_of_2(angles) else self.NH
 
     def cube_grid(self, tasks: int) -> tuple[int]:
         return (min(tasks, self.cube_cores or tasks),)
@@ -68,20 +103,25 @@ class Plan:
 _L1, _L0C = 512 * 1024, 128 * 1024
 
 
-def _ascend_tokens(N: int, P: int, R: int, dtype: torch.dtype) -> int:
-    """Tokens of a chunk: as many as fit, up to 128 rows (more only adds work) and 64 tokens (tiles of tokens by
-    tokens are element-wise work).
+def _ascend_tokens(N: int, P: int, R: int, dtype: torch.dtype) -> tuple[int, bool]:
+    """Tokens of a chunk: up to 128 rows and 64 tokens, of the sizes that fit the one with the fewest bytes a token;
+    and whether the operands of a next chunk fit beside it.
 
-    L0C keeps one result at a time. L1 keeps what the largest kernel, `products`, takes: q and k twice, since those of
-    the next chunk are loaded ahead, both states, some of the rows of P twice, and the products of rows with rows.
+    L0C keeps one result at a time. L1 keeps what the largest kernel, `products`, takes.
     """
     RP, N2, PP = next_power_of_2(R), 2 * max(8, next_power_of_2(N // 2)), max(16, next_power_of_2(P))
-    for C in (64, 32, 16, 8):
+    best = None
+    for C in (128, 64, 32, 16, 8):
         M = RP * C
         l0c = 4 * max(M * N2, M * PP, M * M, N2 * PP)
-        l1 = dtype.itemsize * (4 * M * N2 + 2 * N2 * PP + 6 * M * PP + 4 * M * M)
-        if M <= 128 and l0c <= _L0C and l1 <= _L1:
-            return C
+        square = M * M * 3 // 4 if _in_parts(RP, C) else M * M
+        l1 = dtype.itemsize * (2 * M * N2 + 2 * N2 * PP + 3 * M * PP + 2 * square)
+        # Forward and backward move 30 bytes of a product of rows with rows and 28 of a state, half of these slowly.
+        cost = (30 * square + 42 * N2 * PP) / C
+        if (M >= 64 or best is None) and M <= 128 and l0c <= _L0C and l1 <= _L1 and (best is None or cost < best[0]):
+            best = cost, C, 2 * l1 <= _L1
+    if best:
+        return best[1:]
     raise ValueError(
         f"N = {N}, P = {P}, R = {R}, operands in {dtype}: the matrix products of {C} tokens have {M} rows and need "
         f"{l0c} bytes of L0C and {l1} of L1; an Ascend 910B has {_L0C} and {_L1}, and at most 128 rows are taken"
@@ -108,21 +148,20 @@ def plain_plan(N: int, P: int, R: int, dtype: torch.dtype, target: str) -> Plan:
     if NH > 256 or PP > 256 or RP > 64:
         raise ValueError(f"N = {N}, P = {P}, R = {R}: the Triton kernels take N <= 512, P <= 256 and R <= 64")
     if target == "npu":
-        # Double-buffering of all work goes to the cube's own buffers: with those in global memory too, the compiler
-        # gives all element-wise work to the first of a cube core's two vector cores.
-        mixed = {"limit_auto_multi_buffer_only_for_local_buffer": True}
         tile = 2048 if dtype == torch.float32 else 4096
-        return Plan(dtype, _ascend_tokens(N, P, R, dtype), RP, NH, PP, tile, 32, *_ascend_cores(), True, {}, mixed)
+        C, ahead = _ascend_tokens(N, P, R, dtype)
+        largest = {} if ahead else {"multibuffer": False}
+        return Plan(dtype, C, RP, NH, PP, tile, 16, 2048, *_ascend_cores(), True, {}, largest)
     if target == "cuda":
         # One program does one task: loading a next one ahead would only take up shared memory.
         once = {"num_stages": 1}
         rows = 32 if dtype == torch.float32 else 64  # fp32 products are unrolled into single multiply-adds
         if dtype != torch.float32:
             # ptxas 12.8 (in Triton 3.6) makes wgmma read a narrower right operand from an address that nothing set.
-            PP = max(64, PP)
-        return Plan(dtype, max(1, rows // RP), RP, NH, PP, 4096, 16, 0, 0, False, once, once)
+            NH, PP = max(32, NH), max(64, PP)
+        return Plan(dtype, max(1, rows // RP), RP, NH, PP, 4096, 1, 512, 0, 0, False, once, once)
     # The interpreter is fastest with few, large programs.
-    return Plan(dtype, max(16, 128 // RP), RP, NH, PP, 1 << 20, 16, 0, 0, False, {}, {})
+    return Plan(dtype, max(16, 128 // RP), RP, NH, PP, 1 << 20, 2, 512, 0, 0, False, {}, {})
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from .angles import angles, angles_bwd
 from .decay import decay
 from .decay_bwd import decay_bwd
 from .gate import GateGradients, gate, gate_bwd
-from .products import outputs, products
+from .mixing import mix, mix_bwd
+from .products import outputs, products, scores
 from .rotate import rotate, rotate_bwd
-from .states import outer, reverse_scan, scan
+from .states import reverse_scan, scan
 from .values import values, values_bwd
 
 NAME = "triton-ascend"
@@ -34,8 +35,7 @@ class _Rows(NamedTuple):
     carry_in: Tensor
     carry_out: Tensor
     whole: Tensor
-    cos: Tensor
-    sin: Tensor
+    turns: Tensor
     angle: Tensor
     q: Tensor
     k: Tensor
@@ -43,6 +43,8 @@ class _Rows(NamedTuple):
     v_out: Tensor
     states: Tensor
     last_state: Tensor
+    scores: Tensor
+    mixed: Tensor
     inside: Tensor
     carried: Tensor
 
@@ -80,14 +82,15 @@ def bwd_bwd(x: Inputs, residuals: Residuals) -> Gradients:
     registry.count(NAME, "bwd_bwd")
     x = x.contiguous()
     chunks, plan, rows, behind = residuals
-    down = outer(rows.q, behind.do_in, plan)
+    w, down = scores(behind.do, rows.v, rows.q, behind.do_in, plan)
     dstates, dwhole, dturn = reverse_scan(down, rows.whole, rows.states, chunks, plan)
-    dq, dk, dv_inside, dv_carried, dmixing = products(
-        rows.q, rows.k, rows.v, rows.v_out, behind.do, behind.do_in, rows.states, dstates, rows.mixing, plan
+    mixed_w, dmixing = mix_bwd(rows.scores, w, rows.mixing, plan)
+    dq, dk, dv_inside, dv_carried = products(
+        rows.q, rows.k, rows.v_out, behind.do, behind.do_in, rows.states, dstates, rows.mixed, mixed_w, plan
     )
     dv, dmimo_v, dcarry_out = values_bwd(x, chunks, plan, dv_inside, dv_carried, behind.do, rows.carry_out)
     dadt, dgamma, ds = decay_bwd(x, chunks, plan, dmixing, behind.dcarry_in, dcarry_out, dwhole)
-    dQ, dK, dq_bias, dk_bias, dtheta = rotate_bwd(x, chunks, plan, dq, dk, rows.cos, rows.sin)
+    dQ, dK, dq_bias, dk_bias, dtheta = rotate_bwd(x, chunks, plan, dq, dk, rows.turns)
     dangles, ddt, dtrap = angles_bwd(x, chunks, plan, dtheta, dturn, dgamma, ds)
     return Gradients(
         dQ, dK, dv, dadt, ddt, dtrap, dq_bias, dk_bias, dmimo_v, behind.dmimo_z, behind.dmimo_out, dangles,
@@ -110,14 +113,17 @@ def _prepare(x: Inputs) -> tuple[Inputs, Chunks, Plan]:
 
 def _rows(x: Inputs, chunks: Chunks, plan: Plan) -> _Rows:
     mixing, carry_in, carry_out, whole = decay(x, chunks, plan)
-    cos, sin, angle = angles(x, chunks, plan)
-    q, k = rotate(x, chunks, plan, cos, sin)
+    turns, angle = angles(x, chunks, plan)
+    q, k = rotate(x, chunks, plan, turns)
     v, v_out = values(x, chunks, plan, carry_out)
-    states, last_state = scan(outer(k, v_out, plan), whole, chunks, plan)
-    inside, carried = outputs(q, k, v, states, mixing, plan)
+    products_of_rows, own = scores(q, k, k, v_out, plan)
+    states, last_state = scan(own, whole, chunks, plan)
+    mixed = mix(products_of_rows, mixing, plan)
+    inside, carried = outputs(q, v, states, mixed, plan)
     return _Rows(
-        mixing, carry_in, carry_out, whole, cos, sin, angle, q, k, v, v_out, states, last_state, inside, carried
-    )
+        mixing, carry_in, carry_out, whole, turns, angle, q, k, v, v_out, states, last_state, products_of_rows, mixed,
+        inside, carried,
+    )  # fmt: skip
 
 
 def _state(x: Inputs, chunks: Chunks, plan: Plan, rows: _Rows) -> State:
@@ -126,7 +132,8 @@ def _state(x: Inputs, chunks: Chunks, plan: Plan, rows: _Rows) -> State:
     chunk, step, used = chunks.last_tokens()
     half = N // 2
     ssm = rows.last_state.transpose(-1, -2)[:, :, :P]
-    k = rows.k.view(chunks.count, H, plan.RP, plan.C, plan.N2)[chunk, :, :R, step].transpose(1, 2)
+    k = rows.k.view(chunks.count, H, plan.parts, plan.RP, plan.CS, plan.N2)
+    k = k[chunk, :, step // plan.CS, :R, step % plan.CS].transpose(1, 2)
     v = x.V.flatten(0, 1)
     v = v[chunks.table[chunk, 0] + step] if v.shape[0] else v.new_zeros(len(chunk), H, P)
     return State(

@@ -46,7 +46,7 @@ def _turns_kernel(
         rounded = tl.floor(turns * 4096.0 + 0.5) * (1.0 / 4096.0)
         rest = tl.cumsum(turns - rounded, axis=0)
         whole = tl.cumsum(rounded, axis=0)
-        tl.store(local + ((chunk * H + head) * C + token) * A + n, wrap(whole) + rest, mask=known)
+        tl.store(local + ((chunk * H + head) * C + token) * AP + n, wrap(whole) + rest, mask=head < H)
         at_end = token == C - 1
         out = (chunk * H + h[:, None]) * A + col
         known = (h[:, None] < H) & (col < A)
@@ -86,40 +86,40 @@ def _sine(x):
 
 @triton.jit
 def _angles_kernel(
-    turns, local, cos, sin, tasks, H,
-    C: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, NH: tl.constexpr, HB: tl.constexpr, FILLED: tl.constexpr,
+    turns, local, table, tasks, H,
+    C: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, HB: tl.constexpr, FILLED: tl.constexpr,
 ):  # fmt: skip
     token = tl.arange(0, C)[None, :, None]
     n = tl.arange(0, AP)[None, None, :]
-    every = tl.arange(0, NH)[None, None, :]
+    every = tl.arange(0, FILLED)[None, None, :]
     for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
         task = tl.cast(i, tl.int64) * HB + tl.arange(0, HB)[:, None, None]
         known = (task < H) & (n < A)
         turn = tl.load(turns + task * A + n, mask=known, other=0.0)
-        u = wrap(turn + tl.load(local + (task * C + token) * A + n, mask=known, other=0.0))
+        u = wrap(turn + tl.load(local + (task * C + token) * AP + n, mask=task < H, other=0.0))
         size = tl.abs(u)
-        place = (task * C + token) * NH
-        tl.store(cos + place + n, _sine(0.5 - size), mask=known)
+        place = (task * C + token) * (2 * FILLED)
+        tl.store(table + place + n, _sine(0.5 - size), mask=known)
         s = _sine(0.5 - tl.abs(size - 0.5))
-        tl.store(sin + place + n, tl.where(u < 0, -s, s), mask=known)
+        tl.store(table + place + FILLED + n, tl.where(u < 0, -s, s), mask=known)
         if A < FILLED:  # not rotated
             rest = (task < H) & (every >= A)
-            tl.store(cos + place + every, tl.full((HB, C, NH), 1.0, dtype=tl.float32), mask=rest)
-            tl.store(sin + place + every, tl.zeros((HB, C, NH), dtype=tl.float32), mask=rest)
+            tl.store(table + place + every, tl.full((HB, C, FILLED), 1.0, dtype=tl.float32), mask=rest)
+            tl.store(table + place + FILLED + every, tl.zeros((HB, C, FILLED), dtype=tl.float32), mask=rest)
 
 
-def angles(x: Inputs, chunks: Chunks, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns fp32 cos and sin [chunks, H, C, NH], of which the first plan.rotated(A) columns are set, and the last
-    angle of each sequence [sequences, H, A], in [0, 2 pi]."""
+def angles(x: Inputs, chunks: Chunks, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Returns, in fp32, a table of plan.rotated(A) cosines and as many sines a token, [chunks, H, C, both], and the
+    last angle of each sequence [sequences, H, A], in [0, 2 pi]."""
     H, S, A = x.V.shape[2], x.Q.shape[1], x.Angles.shape[3]
-    cos = torch.empty(chunks.count, H, plan.C, plan.NH, dtype=torch.float32, device=x.V.device)
-    sin = torch.empty_like(cos)
+    filled = plan.rotated(A)
+    table = torch.empty(chunks.count, H, plan.C, 2 * filled, dtype=torch.float32, device=x.V.device)
     final = torch.empty(chunks.sequences, H, A, dtype=torch.float32, device=x.V.device)
     coarse = torch.empty(chunks.count, H, A, dtype=torch.float32, device=x.V.device)
-    local = torch.empty(chunks.count, H, plan.C, A, dtype=torch.float32, device=x.V.device)
     fine, turns = torch.empty_like(coarse), chunks.new(coarse, torch.float32)
-    AP = next_power_of_2(A)
-    HB = plan.heads(H, plan.C * max(8, AP))
+    AP = max(8, next_power_of_2(A))
+    local = torch.empty(chunks.count, H, plan.C, AP, dtype=torch.float32, device=x.V.device)
+    HB = plan.heads(H, plan.C * AP)
     blocks = -(-H // HB)
     tasks = chunks.count * blocks
     _turns_kernel[plan.vector_grid(tasks)](
@@ -129,50 +129,54 @@ def angles(x: Inputs, chunks: Chunks, plan: Plan) -> tuple[Tensor, Tensor, Tenso
     lines = chunks.sequences * -(-H * A // W)
     _turn_scan_kernel[plan.vector_grid(lines)](coarse, fine, chunks.bounds, turns, final, lines, H * A, W=W)
     heads = chunks.count * H
-    HB = plan.heads(heads, 1 * plan.C * max(8, AP))
+    HB = plan.heads(heads, plan.C * AP)
     tasks = -(-heads // HB)
     _angles_kernel[plan.vector_grid(tasks)](
-        turns, local, cos, sin, tasks, heads, C=plan.C, A=A, AP=AP, NH=plan.NH, HB=HB, FILLED=plan.rotated(A)
+        turns, local, table, tasks, heads, C=plan.C, A=A, AP=AP, HB=HB, FILLED=filled
     )
-    return cos, sin, final
+    return table, final
 
 
 @triton.jit
 def _angles_bwd_kernel(
-    dtheta, dturn, dgamma, ds, angles, dt, trap, table, dangles, ddt, dtrap, tasks, H, S,
-    C: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, NH: tl.constexpr,
+    dtheta, dturn, dgamma, ds, angles, dt, trap, table, dangles, ddt, dtrap, tasks, blocks, H, S,
+    C: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, NH: tl.constexpr, HB: tl.constexpr, FILLED: tl.constexpr,
 ):  # fmt: skip
     t = tl.arange(0, C)
+    token = t[:, None, None]
     n = tl.arange(0, AP)
     for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        task = tl.cast(i, tl.int64)
-        h = task % H
-        chunk = task // H
+        chunk = tl.cast(i // blocks, tl.int64)
+        h = (i % blocks) * HB + tl.arange(0, HB)
         start = tl.load(table + chunk * 4).to(tl.int64)
         reach = tl.load(table + chunk * 4 + 1)
         done = tl.load(table + chunk * 4 + 2)
         batch = tl.load(table + chunk * 4 + 3).to(tl.int64)
-        here = t < reach
-        seen = here[:, None] & (n[None, :] < A)
-        steps = (batch * H + h) * S + start - batch * S + t
+        steps = (batch * H + h[:, None]) * S + start - batch * S + t[None, :]
+        here = (h[:, None] < H) & (t[None, :] < reach)
         step = tl.load(dt + steps, mask=here, other=0.0).to(tl.float32)
-        place = (start + t[:, None]) * (H * A) + h * A + n[None, :]
-        y = tanh(tl.load(angles + place, mask=seen, other=0.0).to(tl.float32))
-        row = task * C + t
-        own = tl.load(dtheta + row[:, None] * NH + n[None, :], mask=seen, other=0.0)
+        head = h[None, :, None]
+        known = (head < H) & (n[None, None, :] < A)
+        place = (start + token) * (H * A) + head * A + n[None, None, :]
+        y = tanh(tl.load(angles + place, mask=known & (token < reach), other=0.0).to(tl.float32))
+        row = ((chunk * H + h[:, None, None]) * C + t[None, :, None]) * FILLED + n[None, None, :]
+        seen = (h[:, None, None] < H) & (n[None, None, :] < FILLED) & (t[None, :, None] < reach)
+        own = tl.permute(tl.load(dtheta + row, mask=seen, other=0.0), (1, 0, 2))
         # What a turn of everything after this chunk changes; the chunk after it is the next row of the table.
         more = tl.where(reach > C, A, 0)
-        later = tl.load(dturn + (task + H) * NH + n, mask=n < more, other=0.0)
-        dhalf = (tl.cumsum(own, axis=0, reverse=True) + later[None, :]) * _PI
-        tl.store(dangles + place, narrow(dhalf * step[:, None] * (1.0 - y * y), dangles.dtype.element_ty), mask=seen)
+        after = ((chunk + 1) * H + h[:, None]) * NH + n[None, :]
+        later = tl.load(dturn + after, mask=(h[:, None] < H) & (n[None, :] < more), other=0.0)
+        dhalf = (tl.cumsum(own, axis=0, reverse=True) + later[None, :, :]) * _PI
+        through = dhalf * tl.trans(step)[:, :, None] * (1.0 - y * y)
+        tl.store(dangles + place, narrow(through, dangles.dtype.element_ty), mask=known & (token < reach))
 
         # beta_t = dt_t sigmoid(-Trap_t) belongs to the scale of the token before: s_{t-1} = gamma_{t-1} + beta_t.
-        dbeta = tl.load(ds + steps - 1, mask=here & (t >= 1 - done), other=0.0)
+        dbeta = tl.load(ds + steps - 1, mask=here & (t[None, :] >= 1 - done), other=0.0)
         dgam = tl.load(dgamma + steps, mask=here, other=0.0)
         z = tl.load(trap + steps, mask=here, other=0.0).to(tl.float32)
         weight = sigmoid(z)
         rest = sigmoid(-z)
-        step_grad = dgam * weight + dbeta * rest + tl.sum(dhalf * y, axis=1)
+        step_grad = dgam * weight + dbeta * rest + tl.trans(tl.sum(dhalf * y, axis=2))
         tl.store(ddt + steps, narrow(step_grad, ddt.dtype.element_ty), mask=here)
         tl.store(dtrap + steps, narrow((dgam - dbeta) * step * weight * rest, dtrap.dtype.element_ty), mask=here)
 
@@ -180,13 +184,16 @@ def _angles_bwd_kernel(
 def angles_bwd(
     x: Inputs, chunks: Chunks, plan: Plan, dtheta: Tensor, dturn: Tensor, dgamma: Tensor, ds: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From the gradients of the angles, token by token (dtheta [chunks, H, C, NH]) and for all that crosses a
-    chunk's start (dturn [chunks, H, NH]), and those of gamma and s [B, H, S], to dAngles, dDT and dTrap."""
+    """From the gradients of the angles, token by token (dtheta [chunks, H, C, plan.rotated(A)]) and for all that
+    crosses a chunk's start (dturn [chunks, H, NH]), and those of gamma and s [B, H, S], to dAngles, dDT and dTrap."""
     H, S, A = x.V.shape[2], x.Q.shape[1], x.Angles.shape[3]
     dangles, ddt, dtrap = torch.empty_like(x.Angles), torch.empty_like(x.DT), torch.empty_like(x.Trap)
-    tasks = chunks.count * H
+    AP = next_power_of_2(A) if dtheta.shape[3] == A else plan.NH  # a table of all columns is loaded whole
+    HB = plan.heads(H, plan.C * max(8, AP))
+    blocks = -(-H // HB)
+    tasks = chunks.count * blocks
     _angles_bwd_kernel[plan.vector_grid(tasks)](
-        dtheta, dturn, dgamma, ds, x.Angles, x.DT, x.Trap, chunks.table, dangles, ddt, dtrap, tasks, H, S,
-        C=plan.C, A=A, AP=next_power_of_2(A), NH=plan.NH,
+        dtheta, dturn, dgamma, ds, x.Angles, x.DT, x.Trap, chunks.table, dangles, ddt, dtrap, tasks, blocks, H, S,
+        C=plan.C, A=A, AP=AP, NH=plan.NH, HB=HB, FILLED=dtheta.shape[3],
     )  # fmt: skip
     return dangles, ddt, dtrap

@@ -3,6 +3,8 @@ and s. All sums are over positive index sets, so nothing cancels:
 
     da_u = sum_{t >= u > j} (mixing . dmixing)[t, j] + sum_{t >= u} dlog(carry_in)_t + sum_{t < u} dlog(carry_out)_t
            + dlog(whole)
+
+With two parts these are a part's own: the chunk's gradients are first handed down to what it was put together from.
 """
 
 import torch
@@ -14,47 +16,77 @@ from ...types import Inputs
 from ..blocks import narrow
 from ..chunks import Chunks
 from ..plan import Plan
-from .decay import load_steps, segment_sums
+from .decay import carries, load_steps, segment_sums
+
+
+@triton.jit
+def _by_token(place):
+    """A [HB, CS, CS] tile, loaded in long rows, as [CS, HB, CS]."""
+    return tl.permute(tl.load(place), (1, 0, 2))
+
+
+@triton.jit
+def _part_bwd(a, s, after, dmix, dinto, dout, dwhole, row, col):
+    """One part's gradients of a, of s, and of gamma without its share in s, [HB, CS]; dinto is that of log(carry_in),
+    dwhole that of log(whole), and after is carry_out / s."""
+    inside = tl.where(col < row, tl.exp(segment_sums(a, row, col)) * dmix, 0.0)
+    from_state = after * dout
+    ds = tl.sum(inside, axis=0) + from_state
+    below = tl.cumsum(inside * s[None, :, :], axis=0, reverse=True)
+    ahead = tl.where(col < row, below + (s * from_state)[None, :, :], dinto[None, :, :])
+    da = tl.trans(tl.sum(ahead, axis=2)) + dwhole[:, None]
+    return da, ds, tl.sum(tl.where(col == row, dmix, 0.0), axis=0)
 
 
 @triton.jit
 def _decay_bwd_kernel(
     dmixing, dcarry_in, dcarry_out, dwhole, adt, dt, trap, table, dadt, dgamma, ds, tasks, H, S,
-    C: tl.constexpr, RP: tl.constexpr, NH: tl.constexpr,
+    CS: tl.constexpr, PARTS: tl.constexpr, NH: tl.constexpr, HB: tl.constexpr,
 ):  # fmt: skip
-    t = tl.arange(0, C)
-    n = tl.arange(0, NH)
-    ranks = tl.arange(0, RP)[None, :, None]
-    row = t.to(tl.float32)[:, None]
-    col = t.to(tl.float32)[None, :]
+    C: tl.constexpr = PARTS * CS
+    BLOCKS: tl.constexpr = PARTS * (PARTS + 1) // 2
+    t = tl.arange(0, CS)
+    row = t.to(tl.float32)[:, None, None]
+    col = t.to(tl.float32)[None, None, :]
+    n = tl.arange(0, NH)[None, :]
     for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        task = tl.cast(i, tl.int64)
-        h = task % H
-        chunk = task // H
-        a, _, _, _, s = load_steps(adt, dt, trap, table, chunk, h, H, S, t)
-        pairs = tl.zeros((C, RP, C), dtype=tl.float32)
-        block = task * (RP * C * RP * C) + t[:, None, None] * (RP * C) + ranks * C + t[None, None, :]
-        for r in range(0, RP):
-            pairs += tl.load(dmixing + block + r * (C * RP * C)).to(tl.float32)
-        dmix = tl.sum(pairs, axis=1)
-        inside = tl.where(col < row, tl.exp(segment_sums(a, row, col)) * dmix, 0.0)
-        after = tl.exp(tl.sum(tl.where(col > row, a[None, :], 0.0), axis=1))
-        from_state = tl.load(dcarry_out + task * C + t)
-        scale_grad = tl.sum(inside, axis=0) + after * from_state
-        below = tl.cumsum(inside * s[None, :], axis=0, reverse=True)
-        da = tl.sum(tl.where(col < row, below, 0.0), axis=1)
-        from_carry = tl.load(dcarry_in + task * C + t)
-        da += tl.sum(tl.where(col >= row, from_carry[None, :], 0.0), axis=1)
-        da += tl.sum(tl.where(col < row, (s * after * from_state)[None, :], 0.0), axis=1)
-        da += tl.sum(tl.load(dwhole + task * NH + n), axis=0)
-
+        chunk = tl.cast(i // (H // HB), tl.int64)
+        h = (i % (H // HB)) * HB + tl.arange(0, HB)
         start = tl.load(table + chunk * 4)
+        reach = tl.load(table + chunk * 4 + 1)
         batch = tl.load(table + chunk * 4 + 3)
-        target = (batch.to(tl.int64) * H + h) * S + (start - batch * S) + t
-        here = t < tl.load(table + chunk * 4 + 1)
-        tl.store(dadt + target, narrow(da, dadt.dtype.element_ty), mask=here)
-        tl.store(ds + target, scale_grad, mask=here)
-        tl.store(dgamma + target, tl.sum(tl.where(col == row, dmix, 0.0), axis=1) + scale_grad, mask=here)
+        place = (batch.to(tl.int64) * H + h[:, None]) * S + (start - batch * S) + t[None, :]
+        pair = chunk * H + h
+        square = (pair[:, None, None] * (BLOCKS * CS) + t[None, :, None]) * CS + t[None, None, :]
+        vector = pair[:, None] * C + t[None, :]
+
+        a, _, s = load_steps(adt, dt, trap, place, t[None, :], reach)
+        _, after, _ = carries(a, row, col)
+        dinto = tl.load(dcarry_in + vector)
+        dout = tl.load(dcarry_out + vector)
+        every = tl.sum(tl.load(dwhole + pair[:, None] * NH + n), axis=1)
+        if PARTS == 2:
+            b, _, s_b = load_steps(adt, dt, trap, place + CS, CS + t[None, :], reach)
+            into_b, after_b, whole_b = carries(b, row, col)
+            dout *= whole_b[:, None]
+            between = _by_token(dmixing + square + CS * CS) * tl.trans(into_b)[:, :, None]
+            dinto_b = tl.load(dcarry_in + vector + CS)
+            dwhole_b = every + tl.sum(s * after * dout, axis=1)
+            every += tl.sum(dinto_b, axis=1)
+            dinto_b += tl.trans(tl.sum(between * (s * after)[None, :, :], axis=2))
+            dout += tl.sum(between, axis=0)
+            dmix_b = _by_token(dmixing + square + 2 * CS * CS)
+            dout_b = tl.load(dcarry_out + vector + CS)
+            da_b, ds_b, own_b = _part_bwd(b, s_b, after_b, dmix_b, dinto_b, dout_b, dwhole_b, row, col)
+            here = CS + t[None, :] < reach
+            tl.store(dadt + place + CS, narrow(da_b, dadt.dtype.element_ty), mask=here)
+            tl.store(ds + place + CS, ds_b, mask=here)
+            tl.store(dgamma + place + CS, own_b + ds_b, mask=here)
+        da, ds_a, own = _part_bwd(a, s, after, _by_token(dmixing + square), dinto, dout, every, row, col)
+        here = t[None, :] < reach
+        tl.store(dadt + place, narrow(da, dadt.dtype.element_ty), mask=here)
+        tl.store(ds + place, ds_a, mask=here)
+        tl.store(dgamma + place, own + ds_a, mask=here)
 
 
 def decay_bwd(
@@ -65,9 +97,10 @@ def decay_bwd(
     dadt = torch.empty_like(x.ADT)
     dgamma = torch.empty(x.ADT.shape, dtype=torch.float32, device=x.ADT.device)
     ds = torch.empty_like(dgamma)
-    tasks = chunks.count * H
+    HB = plan.divisor(H, plan.CS * plan.CS)
+    tasks = chunks.count * (H // HB)
     _decay_bwd_kernel[plan.vector_grid(tasks)](
         dmixing, dcarry_in, dcarry_out, dwhole, x.ADT, x.DT, x.Trap, chunks.table, dadt, dgamma, ds, tasks, H, S,
-        C=plan.C, RP=plan.RP, NH=plan.NH,
+        CS=plan.CS, PARTS=plan.parts, NH=plan.NH, HB=HB,
     )  # fmt: skip
     return dadt, dgamma, ds

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...types import Inputs
-from ..blocks import narrow, sigmoid
+from ..blocks import first_row, narrow, sigmoid
 from ..chunks import Chunks
 from ..plan import Plan
 
@@ -30,8 +30,9 @@ def _output_rows(inside, carried, carry_in, d, task, h, place, t, v, C: tl.const
 @triton.jit
 def _gate_kernel(
     inside, carried, carry_in, v, mimo_v, d, z, mimo_z, mimo_out, norm_weight, table, out, tasks, H, eps,
-    C: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, BT: tl.constexpr,
-    HAS_D: tl.constexpr, HAS_Z: tl.constexpr, REDUCE: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr,
+    C: tl.constexpr, CS: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
+    BT: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr, REDUCE: tl.constexpr, NORM: tl.constexpr,
+    WEIGHT: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, RP)[:, None, None]
     p = tl.arange(0, PP)[None, None, :]
@@ -51,7 +52,7 @@ def _gate_kernel(
         source = ((start + t) * H + h) * P + p
         up = tl.load(mimo_v + rank, mask=known, other=0.0).to(tl.float32)
         rows = tl.load(v + source, mask=seen, other=0.0).to(tl.float32) * up
-        place = (task * RP * C + r * C + t) * PP + p
+        place = (first_row(task, part * BT, C, CS, RP) + r * CS + token[None, :, None]) * PP + p
         y, _ = _output_rows(inside, carried, carry_in, d, task, h, place, t, rows, C, HAS_D)
         if NORM:
             y *= tl.rsqrt(tl.sum(y * y, axis=2)[:, :, None] / P + eps)
@@ -90,7 +91,8 @@ def gate(x: Inputs, chunks: Chunks, plan: Plan, inside: Tensor, carried: Tensor,
     tasks = chunks.count * H * (plan.C // BT)
     _gate_kernel[plan.vector_grid(tasks)](
         inside, carried, carry_in, x.V, x.MIMO_V, x.D, x.Z, x.MIMO_Z, x.MIMO_Out, x.outproj_norm_weight,
-        chunks.table, out, tasks, H, x.norm_eps, C=plan.C, R=R, RP=plan.RP, P=P, PP=plan.PP, BT=BT, **_options(x),
+        chunks.table, out, tasks, H, x.norm_eps, C=plan.C, CS=plan.CS, R=R, RP=plan.RP, P=P, PP=plan.PP, BT=BT,
+        **_options(x),
     )  # fmt: skip
     return out
 
@@ -98,9 +100,10 @@ def gate(x: Inputs, chunks: Chunks, plan: Plan, inside: Tensor, carried: Tensor,
 @triton.jit
 def _gate_bwd_kernel(
     grad_out, inside, carried, carry_in, v, mimo_v, d, z, mimo_z, mimo_out, norm_weight, table,
-    do, do_in, dz, dmimo_z, dmimo_out, dnorm_weight, dd, dcarry_in, tasks, H, eps,
-    C: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, BT: tl.constexpr,
-    HAS_D: tl.constexpr, HAS_Z: tl.constexpr, REDUCE: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr,
+    do, do_in, dz, dmimo_z, dmimo_out, dnorm_weight, dd, dcarry_in, tasks, H, chunks, K, eps,
+    C: tl.constexpr, CS: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
+    BT: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr, REDUCE: tl.constexpr, NORM: tl.constexpr,
+    WEIGHT: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, RP)[:, None, None]
     p = tl.arange(0, PP)[None, None, :]
@@ -108,11 +111,8 @@ def _gate_bwd_kernel(
     col = tl.arange(0, PP)[None, :]
     token = tl.arange(0, BT)
     for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        task = tl.cast(i, tl.int64)
-        h = task % H
-        chunk = task // H
-        start = tl.load(table + chunk * 4).to(tl.int64)
-        reach = tl.load(table + chunk * 4 + 1)
+        h = i % H
+        first = i // H * K
         rank = (h * R + r) * P + p
         known = (r < R) & (p < P)
         # What multiplies a tile is multiplied together before, where it is one row a rank.
@@ -126,81 +126,87 @@ def _gate_bwd_kernel(
             back_z = up_z * down if REDUCE else up_z
         if WEIGHT:
             weight = tl.load(norm_weight + h * P + p, mask=p < P, other=0.0).to(tl.float32)
-        sum_out = tl.zeros((RP, BT, PP), dtype=tl.float32)
-        sum_z = tl.zeros((RP, BT, PP), dtype=tl.float32)
-        sum_weight = tl.zeros((RP, BT, PP), dtype=tl.float32)
-        sum_d = tl.zeros((RP, BT, PP), dtype=tl.float32)
-        for part in range(0, C // BT):
-            t = part * BT + token[None, :, None]
-            row = part * BT + token
-            seen = (t < reach) & (p < P)
-            source = ((start + t) * H + h) * P + p
-            place = (task * RP * C + r * C + t) * PP + p
-            carry = tl.load(carry_in + task * C + t)
-            from_state = tl.load(carried + place) * carry
-            y = tl.load(inside + place) + from_state
-            if HAS_D:
-                value = tl.load(v + source, mask=seen, other=0.0).to(tl.float32)
-                y += value * up
-            if REDUCE:
-                g = tl.load(grad_out + source, mask=seen, other=0.0).to(tl.float32)
-            else:
-                of_rank = (((start + t) * R + r) * H + h) * P + p
-                g = tl.load(grad_out + of_rank, mask=seen & (r < R), other=0.0).to(tl.float32)
-            if NORM:
-                rstd = tl.rsqrt(tl.sum(y * y, axis=2)[:, :, None] / P + eps)
-                y *= rstd
-                unit = y
-            if WEIGHT:
-                y *= weight
-            # Through out = sum_r down y silu(x), x = z up_z
-            dy = g
-            if HAS_Z:
-                zr = tl.load(z + source, mask=seen, other=0.0).to(tl.float32)
-                x = zr * up_z
-                open_ = sigmoid(x)
-                silu = x * open_
-                dsilu = y * g
+        sum_out = tl.zeros((RP, PP), dtype=tl.float32)
+        sum_z = tl.zeros((RP, PP), dtype=tl.float32)
+        sum_weight = tl.zeros((RP, PP), dtype=tl.float32)
+        sum_d = tl.zeros((RP, PP), dtype=tl.float32)
+        for c in range(first, tl.minimum(first + K, chunks)):
+            chunk = tl.cast(c, tl.int64)
+            task = chunk * H + h
+            start = tl.load(table + chunk * 4).to(tl.int64)
+            reach = tl.load(table + chunk * 4 + 1)
+            for part in range(0, C // BT):
+                t = part * BT + token[None, :, None]
+                row = part * BT + token
+                seen = (t < reach) & (p < P)
+                source = ((start + t) * H + h) * P + p
+                place = (first_row(task, part * BT, C, CS, RP) + r * CS + token[None, :, None]) * PP + p
+                carry = tl.load(carry_in + task * C + t)
+                from_state = tl.load(carried + place)
+                y = tl.load(inside + place) + from_state * carry
+                if HAS_D:
+                    value = tl.load(v + source, mask=seen, other=0.0).to(tl.float32)
+                    y += value * up
                 if REDUCE:
-                    sum_out += dsilu * silu
-                dx = dsilu * (open_ + silu - silu * open_)
-                sum_z += dx * zr
-                target = ((start + row[:, None]) * H + h) * P + col
-                tl.store(
-                    dz + target,
-                    narrow(tl.sum(dx * back_z, axis=0), dz.dtype.element_ty),
-                    mask=(row[:, None] < reach) & (col < P),
-                )
-                dy = silu * dy
-            elif REDUCE:
-                sum_out += y * g
-            if REDUCE:
-                dy = dy * down
-            if NORM:
+                    g = tl.load(grad_out + source, mask=seen, other=0.0).to(tl.float32)
+                else:
+                    of_rank = (((start + t) * R + r) * H + h) * P + p
+                    g = tl.load(grad_out + of_rank, mask=seen & (r < R), other=0.0).to(tl.float32)
+                if NORM:
+                    rstd = tl.rsqrt(tl.sum(y * y, axis=2)[:, :, None] / P + eps)
+                    y *= rstd
+                    unit = y
                 if WEIGHT:
-                    sum_weight += dy * unit
-                    dy *= weight
-                dy = rstd * (dy - unit * (tl.sum(dy * unit, axis=2)[:, :, None] / P))
-            if HAS_D:
-                sum_d += dy * value
-            tl.store(do + place, narrow(dy, do.dtype.element_ty))
-            tl.store(do_in + place, narrow(dy * carry, do_in.dtype.element_ty))
-            tl.store(dcarry_in + task * C + row, tl.sum(tl.sum(dy * from_state, axis=0), axis=1))
-        own = (task * RP + ranks) * PP + col
+                    y *= weight
+                # Through out = sum_r down y silu(x), x = z up_z
+                dy = g
+                if HAS_Z:
+                    zr = tl.load(z + source, mask=seen, other=0.0).to(tl.float32)
+                    x = zr * up_z
+                    open_ = sigmoid(x)
+                    silu = x * open_
+                    dsilu = y * g
+                    if REDUCE:
+                        sum_out += tl.sum(dsilu * silu, axis=1)
+                    dx = dsilu * (open_ + silu - silu * open_)
+                    sum_z += tl.sum(dx * zr, axis=1)
+                    target = ((start + row[:, None]) * H + h) * P + col
+                    tl.store(
+                        dz + target,
+                        narrow(tl.sum(dx * back_z, axis=0), dz.dtype.element_ty),
+                        mask=(row[:, None] < reach) & (col < P),
+                    )
+                    dy = silu * dy
+                elif REDUCE:
+                    sum_out += tl.sum(y * g, axis=1)
+                if REDUCE:
+                    dy = dy * down
+                if NORM:
+                    if WEIGHT:
+                        sum_weight += tl.sum(dy * unit, axis=1)
+                        dy *= weight
+                    dy = rstd * (dy - unit * (tl.sum(dy * unit, axis=2)[:, :, None] / P))
+                if HAS_D:
+                    sum_d += tl.sum(dy * value, axis=1)
+                tl.store(do + place, narrow(dy, do.dtype.element_ty))
+                dy *= carry
+                tl.store(do_in + place, narrow(dy, do_in.dtype.element_ty))
+                tl.store(dcarry_in + task * C + row, tl.sum(tl.sum(dy * from_state, axis=0), axis=1))
+        own = (tl.cast(i, tl.int64) * RP + ranks) * PP + col
         rank = (h * R + ranks) * P + col
         known = (ranks < R) & (col < P)
         if REDUCE:
-            tl.store(dmimo_out + own, tl.sum(sum_out, axis=1))
+            tl.store(dmimo_out + own, sum_out)
         if HAS_Z:
-            through = tl.sum(sum_z, axis=1)
+            through = sum_z
             if REDUCE:
                 through *= tl.load(mimo_out + rank, mask=known, other=0.0).to(tl.float32)
             tl.store(dmimo_z + own, through)
         if WEIGHT:
-            tl.store(dnorm_weight + own, tl.sum(sum_weight, axis=1))
+            tl.store(dnorm_weight + own, sum_weight)
         if HAS_D:
             up = tl.load(mimo_v + rank, mask=known, other=0.0).to(tl.float32)
-            tl.store(dd + own, tl.sum(sum_d, axis=1) * up)
+            tl.store(dd + own, sum_d * up)
 
 
 class GateGradients(NamedTuple):
@@ -226,17 +232,20 @@ def gate_bwd(
     do_in, dcarry_in = torch.empty_like(do), torch.empty_like(carry_in)
     dz = torch.empty_like(x.Z) if x.Z is not None else None
 
+    K = plan.walk(chunks.count, H)
+    groups = -(-chunks.count // K)
+
     def partial(given: Tensor | None) -> Tensor | None:
         if given is None:
             return None
-        return torch.empty(chunks.count, H, plan.RP, plan.PP, dtype=torch.float32, device=x.V.device)
+        return torch.empty(groups, H, plan.RP, plan.PP, dtype=torch.float32, device=x.V.device)
 
     dmimo_z, dmimo_out, dnorm_weight, dd = map(partial, (x.MIMO_Z, x.MIMO_Out, x.outproj_norm_weight, x.D))
-    tasks = chunks.count * H
+    tasks = groups * H
     _gate_bwd_kernel[plan.vector_grid(tasks)](
         grad_out, inside, carried, carry_in, x.V, x.MIMO_V, x.D, x.Z, x.MIMO_Z, x.MIMO_Out, x.outproj_norm_weight,
-        chunks.table, do, do_in, dz, dmimo_z, dmimo_out, dnorm_weight, dd, dcarry_in, tasks, H, x.norm_eps,
-        C=plan.C, R=R, RP=plan.RP, P=P, PP=plan.PP, BT=plan.tokens(2 * plan.PP), **_options(x),
+        chunks.table, do, do_in, dz, dmimo_z, dmimo_out, dnorm_weight, dd, dcarry_in, tasks, H, chunks.count, K,
+        x.norm_eps, C=plan.C, CS=plan.CS, R=R, RP=plan.RP, P=P, PP=plan.PP, BT=plan.tokens(plan.PP), **_options(x),
     )  # fmt: skip
     return GateGradients(
         do,

@@ -1,8 +1,11 @@
-"""Stages `outputs` and `products`: the matrix products of a chunk, forward and backward.
+"""The matrix products of a chunk, for the cube alone: whatever is element-wise stands in kernels of its own.
 
-outputs:   inside = (mixing . q k^T) v,  carried = q S
-products:  W = dO v^T;  dq = dO_in S^T + (mixing . W) k,  dk = v_out dS^T + (mixing . W)^T q,
-           dv inside = (mixing . q k^T)^T dO,  carried = k dS,  dmixing = sum over rank pairs of q k^T . W
+scores:    q k^T and the state k^T v_out that the chunk adds; backward, W = dO v^T and q^T dO_in
+outputs:   inside = mixed v,  carried = q S
+products:  dq = dO_in S^T + mixed_w k,  dk = v_out dS^T + mixed_w^T q,  dv inside = mixed^T dO,  carried = k dS
+
+A chunk's M rows are cut into one or two parts of L, and products of rows with rows into blocks of L by L: (0, 0),
+(1, 0) and (1, 1). What earlier tokens would take from later ones is 0 and left out.
 """
 
 import torch
@@ -10,92 +13,143 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..blocks import dot, narrow
+from ..blocks import dot
 from ..plan import Plan
-from .decay import MIXING_UNIT
+
+
+@triton.jit
+def _tile(x, index, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Pointers to the index-th [ROWS, COLUMNS] tile of those that stand one behind the other."""
+    return x + index * (ROWS * COLUMNS) + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def _scores_kernel(
+    a, b, x, y, scores, sums, tasks,
+    L: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr, N2: tl.constexpr, PP: tl.constexpr, SAME: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = PARTS * (PARTS + 1) // 2
+    for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        task = tl.cast(i, tl.int64)
+        part, block = task * PARTS, task * BLOCKS
+        right = tl.load(_tile(b, part, L, W))
+        tl.store(_tile(scores, block, L, L), dot(tl.load(_tile(a, part, L, W)), tl.trans(right)))
+        left = right if SAME else tl.load(_tile(x, part, L, N2))
+        total = dot(tl.trans(left), tl.load(_tile(y, part, L, PP)))
+        if PARTS == 2:
+            later = tl.load(_tile(a, part + 1, L, W))
+            tl.store(_tile(scores, block + 1, L, L), dot(later, tl.trans(right)))
+            right = tl.load(_tile(b, part + 1, L, W))
+            tl.store(_tile(scores, block + 2, L, L), dot(later, tl.trans(right)))
+            left = right if SAME else tl.load(_tile(x, part + 1, L, N2))
+            total = dot(tl.trans(left), tl.load(_tile(y, part + 1, L, PP)), total)
+        tl.store(_tile(sums, task, N2, PP), total)
+
+
+def scores(a: Tensor, b: Tensor, x: Tensor, y: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """a b^T as [chunks, H, blocks, L, L] and x^T y [chunks, H, N2, PP] of every chunk and head, both fp32; all are
+    [chunks, H, M, columns], and x may be b."""
+    product = torch.empty(*a.shape[:2], plan.blocks, plan.L, plan.L, dtype=torch.float32, device=a.device)
+    sums = torch.empty(*a.shape[:2], plan.N2, plan.PP, dtype=torch.float32, device=a.device)
+    tasks = a.shape[0] * a.shape[1]
+    _scores_kernel[plan.cube_grid(tasks)](
+        a, b, x, y, product, sums, tasks,
+        L=plan.L, PARTS=plan.parts, W=a.shape[3], N2=plan.N2, PP=plan.PP, SAME=x is b, **plan.cube,
+    )  # fmt: skip
+    return product, sums
 
 
 @triton.jit
 def _outputs_kernel(
-    q, k, v, states, mixing, inside, carried, tasks, M: tl.constexpr, N2: tl.constexpr, PP: tl.constexpr
+    q, v, states, mixed, inside, carried, tasks,
+    L: tl.constexpr, PARTS: tl.constexpr, N2: tl.constexpr, PP: tl.constexpr,
 ):  # fmt: skip
-    m = tl.arange(0, M)
-    row = m[:, None]
-    n = tl.arange(0, N2)
-    p = tl.arange(0, PP)[None, :]
+    BLOCKS: tl.constexpr = PARTS * (PARTS + 1) // 2
     for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
         task = tl.cast(i, tl.int64)
-        wide = task * (M * N2) + row * N2 + n[None, :]
-        place = task * (M * PP) + row * PP + p
-        query = tl.load(q + wide)
-        mix = tl.load(mixing + task * (M * M) + row * M + m[None, :]).to(tl.float32) * (1.0 / MIXING_UNIT)
-        scores = dot(query, tl.trans(tl.load(k + wide))) * mix
-        tl.store(inside + place, dot(narrow(scores, v.dtype.element_ty), tl.load(v + place)))
-        state = tl.load(states + task * (N2 * PP) + n[:, None] * PP + p)
-        tl.store(carried + place, dot(query, state))
+        part, block = task * PARTS, task * BLOCKS
+        value = tl.load(_tile(v, part, L, PP))
+        tl.store(_tile(inside, part, L, PP), dot(tl.load(_tile(mixed, block, L, L)), value))
+        state = tl.load(_tile(states, task, N2, PP))
+        tl.store(_tile(carried, part, L, PP), dot(tl.load(_tile(q, part, L, N2)), state))
+        if PARTS == 2:
+            total = dot(tl.load(_tile(mixed, block + 1, L, L)), value)
+            value = tl.load(_tile(v, part + 1, L, PP))
+            tl.store(_tile(inside, part + 1, L, PP), dot(tl.load(_tile(mixed, block + 2, L, L)), value, total))
+            tl.store(_tile(carried, part + 1, L, PP), dot(tl.load(_tile(q, part + 1, L, N2)), state))
 
 
-def outputs(q: Tensor, k: Tensor, v: Tensor, states: Tensor, mixing: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+def outputs(q: Tensor, v: Tensor, states: Tensor, mixed: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """Returns `inside` and `carried`, fp32 [chunks, H, M, PP]: O = inside + carry_in carried + D v."""
     inside = torch.empty(v.shape, dtype=torch.float32, device=v.device)
     carried = torch.empty_like(inside)
     tasks = q.shape[0] * q.shape[1]
     _outputs_kernel[plan.cube_grid(tasks)](
-        q, k, v, states, mixing, inside, carried, tasks, M=plan.M, N2=plan.N2, PP=plan.PP, **plan.mixed
+        q, v, states, mixed, inside, carried, tasks, L=plan.L, PARTS=plan.parts, N2=plan.N2, PP=plan.PP, **plan.cube
     )  # fmt: skip
     return inside, carried
 
 
 @triton.jit
 def _products_kernel(
-    q, k, v, v_out, do, do_in, states, dstates, mixing, dq, dk, dv, carried, dmixing, tasks,
-    M: tl.constexpr, N2: tl.constexpr, PP: tl.constexpr,
+    q, k, v_out, do, do_in, states, dstates, mixed, mixed_w, dq, dk, dv, carried, tasks,
+    L: tl.constexpr, PARTS: tl.constexpr, N2: tl.constexpr, PP: tl.constexpr,
 ):  # fmt: skip
-    m = tl.arange(0, M)
-    row = m[:, None]
-    n = tl.arange(0, N2)
-    p = tl.arange(0, PP)[None, :]
+    BLOCKS: tl.constexpr = PARTS * (PARTS + 1) // 2
     for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
         task = tl.cast(i, tl.int64)
-        wide = task * (M * N2) + row * N2 + n[None, :]
-        place = task * (M * PP) + row * PP + p
-        square = task * (M * M) + row * M + m[None, :]
-        turned = task * (N2 * PP) + n[:, None] * PP + p
-        query = tl.load(q + wide)
-        keys = tl.load(k + wide)
-        grad = tl.load(do + place)
-        scores = dot(query, tl.trans(keys))
-        w = dot(grad, tl.trans(tl.load(v + place)))
-        mix = tl.load(mixing + square).to(tl.float32) * (1.0 / MIXING_UNIT)
-        tl.store(dmixing + square, narrow(scores * w, dmixing.dtype.element_ty))
-        mixed = narrow(scores * mix, v.dtype.element_ty)
-        mixed_w = narrow(w * mix, v.dtype.element_ty)
-        dstate = tl.load(dstates + turned)
-        tl.store(carried + place, dot(keys, dstate))
-        tl.store(dv + place, dot(tl.trans(mixed), grad))
-        dkeys = dot(tl.load(v_out + place), tl.trans(dstate))
-        tl.store(dk + wide, narrow(dot(tl.trans(mixed_w), query, dkeys), dk.dtype.element_ty))
-        dquery = dot(tl.load(do_in + place), tl.trans(tl.load(states + turned)))
-        tl.store(dq + wide, narrow(dot(mixed_w, keys, dquery), dq.dtype.element_ty))
+        part, block = task * PARTS, task * BLOCKS
+        keys = tl.load(_tile(k, part, L, N2))
+        dstate = tl.load(_tile(dstates, task, N2, PP))
+        tl.store(_tile(carried, part, L, PP), dot(keys, dstate))
+        if PARTS == 2:
+            later_keys = tl.load(_tile(k, part + 1, L, N2))
+            tl.store(_tile(carried, part + 1, L, PP), dot(later_keys, dstate))
+
+        dvalue = dot(tl.trans(tl.load(_tile(mixed, block, L, L))), tl.load(_tile(do, part, L, PP)))
+        if PARTS == 2:
+            grad = tl.load(_tile(do, part + 1, L, PP))
+            dvalue = dot(tl.trans(tl.load(_tile(mixed, block + 1, L, L))), grad, dvalue)
+            later = dot(tl.trans(tl.load(_tile(mixed, block + 2, L, L))), grad)
+            tl.store(_tile(dv, part + 1, L, PP), later)
+        tl.store(_tile(dv, part, L, PP), dvalue)
+
+        weights = tl.load(_tile(mixed_w, block, L, L))
+        dkeys = dot(tl.load(_tile(v_out, part, L, PP)), tl.trans(dstate))
+        dkeys = dot(tl.trans(weights), tl.load(_tile(q, part, L, N2)), dkeys)
+        if PARTS == 2:
+            between = tl.load(_tile(mixed_w, block + 1, L, L))
+            last = tl.load(_tile(mixed_w, block + 2, L, L))
+            query = tl.load(_tile(q, part + 1, L, N2))
+            dkeys = dot(tl.trans(between), query, dkeys)
+            later = dot(tl.load(_tile(v_out, part + 1, L, PP)), tl.trans(dstate))
+            tl.store(_tile(dk, part + 1, L, N2), dot(tl.trans(last), query, later))
+        tl.store(_tile(dk, part, L, N2), dkeys)
+
+        state = tl.load(_tile(states, task, N2, PP))
+        dquery = dot(tl.load(_tile(do_in, part, L, PP)), tl.trans(state))
+        tl.store(_tile(dq, part, L, N2), dot(weights, keys, dquery))
+        if PARTS == 2:
+            dquery = dot(tl.load(_tile(do_in, part + 1, L, PP)), tl.trans(state))
+            tl.store(_tile(dq, part + 1, L, N2), dot(last, later_keys, dot(between, keys, dquery)))
 
 
 def products(
-    q: Tensor, k: Tensor, v: Tensor, v_out: Tensor, do: Tensor, do_in: Tensor, states: Tensor, dstates: Tensor,
-    mixing: Tensor, plan: Plan,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v_out: Tensor, do: Tensor, do_in: Tensor, states: Tensor, dstates: Tensor, mixed: Tensor,
+    mixed_w: Tensor, plan: Plan,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns, all in fp32: dq and dk of the rotated rows [chunks, H, M, N2], dv inside the chunk and k dS
-    [chunks, H, M, PP], and dmixing [chunks, H, C, RP C], to be summed over its RP blocks.
+    [chunks, H, M, PP].
 
     dq and dk stay in fp32 because the gradient of an angle is a small difference of large products of them.
     """
     dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     dk = torch.empty_like(dq)
-    dv = torch.empty(v.shape, dtype=torch.float32, device=v.device)
+    dv = torch.empty(do.shape, dtype=torch.float32, device=q.device)
     carried = torch.empty_like(dv)
-    dmixing = torch.empty(mixing.shape, dtype=torch.float32, device=q.device)
     tasks = q.shape[0] * q.shape[1]
     _products_kernel[plan.cube_grid(tasks)](
-        q, k, v, v_out, do, do_in, states, dstates, mixing, dq, dk, dv, carried, dmixing, tasks,
-        M=plan.M, N2=plan.N2, PP=plan.PP, **plan.mixed,
+        q, k, v_out, do, do_in, states, dstates, mixed, mixed_w, dq, dk, dv, carried, tasks,
+        L=plan.L, PARTS=plan.parts, N2=plan.N2, PP=plan.PP, **plan.largest,
     )  # fmt: skip
-    return dq, dk, dv, carried, dmixing
+    return dq, dk, dv, carried

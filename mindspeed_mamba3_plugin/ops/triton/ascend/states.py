@@ -9,29 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..blocks import dot, narrow
+from ..blocks import narrow
 from ..chunks import Chunks
 from ..plan import Plan
-
-
-@triton.jit
-def _outer_kernel(x, y, out, tasks, M: tl.constexpr, N2: tl.constexpr, PP: tl.constexpr):
-    m = tl.arange(0, M)[:, None]
-    n = tl.arange(0, N2)
-    p = tl.arange(0, PP)[None, :]
-    for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        task = tl.cast(i, tl.int64)
-        left = tl.load(x + task * (M * N2) + m * N2 + n[None, :])
-        right = tl.load(y + task * (M * PP) + m * PP + p)
-        tl.store(out + task * (N2 * PP) + n[:, None] * PP + p, dot(tl.trans(left), right))
-
-
-def outer(x: Tensor, y: Tensor, plan: Plan) -> Tensor:
-    """x^T y of every chunk and head: x [chunks, H, M, N2], y [chunks, H, M, PP] -> fp32 [chunks, H, N2, PP]."""
-    out = torch.empty(*x.shape[:2], plan.N2, plan.PP, dtype=torch.float32, device=x.device)
-    tasks = x.shape[0] * x.shape[1]
-    _outer_kernel[plan.cube_grid(tasks)](x, y, out, tasks, M=plan.M, N2=plan.N2, PP=plan.PP, **plan.cube)
-    return out
 
 
 @triton.jit
@@ -57,7 +37,7 @@ def scan(own: Tensor, whole: Tensor, chunks: Chunks, plan: Plan) -> tuple[Tensor
     H = own.shape[1]
     states = chunks.new(own, plan.dtype)
     final = torch.empty(chunks.sequences, *own.shape[1:], dtype=torch.float32, device=own.device)
-    BN = min(plan.N2, plan.state_rows)
+    BN = min(plan.N2, max(1, plan.state_elements // plan.PP))
     tasks = chunks.sequences * H * (plan.N2 // BN)
     _scan_kernel[plan.vector_grid(tasks)](
         own, whole, chunks.bounds, states, final, tasks, H, N2=plan.N2, PP=plan.PP, BN=BN
@@ -119,7 +99,7 @@ def reverse_scan(
     dstates = chunks.new(down, states.dtype)
     dwhole = chunks.new(down[:, :, : plan.NH, 0], torch.float32)
     dturn = chunks.new(dwhole, torch.float32)
-    BN = min(plan.NH, plan.state_rows // 2)
+    BN = min(plan.NH, max(1, plan.state_elements // plan.PP))
     tasks = chunks.sequences * H * (plan.NH // BN)
     _reverse_scan_kernel[plan.vector_grid(tasks)](
         down, whole, states, chunks.bounds, dstates, dwhole, dturn, tasks, H, NH=plan.NH, PP=plan.PP, BN=BN

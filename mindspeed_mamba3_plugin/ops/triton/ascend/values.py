@@ -11,33 +11,37 @@ import triton.language as tl
 from torch import Tensor
 
 from ...types import Inputs
-from ..blocks import narrow
+from ..blocks import first_row, narrow
 from ..chunks import Chunks
 from ..plan import Plan
 
 
 @triton.jit
 def _values_kernel(
-    v, mimo_v, carry_out, table, v_rows, v_out, tasks, H,
-    C: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, BT: tl.constexpr,
+    v, mimo_v, carry_out, table, v_rows, v_out, tasks, H, chunks, K,
+    C: tl.constexpr, CS: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
+    BT: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, RP)[:, None, None]
     p = tl.arange(0, PP)[None, None, :]
+    token = tl.arange(0, BT)[None, :, None]
     for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        part = i % (C // BT)
-        task = tl.cast(i // (C // BT), tl.int64)
-        h = task % H
-        chunk = task // H
-        start = tl.load(table + chunk * 4).to(tl.int64)
-        t = part * BT + tl.arange(0, BT)[None, :, None]
-        seen = (t < tl.load(table + chunk * 4 + 1)) & (p < P)
-        value = tl.load(v + ((start + t) * H + h) * P + p, mask=seen, other=0.0).to(tl.float32)
+        h = i % H
+        first = i // H * K
         up = tl.load(mimo_v + (h * R + r) * P + p, mask=(r < R) & (p < P), other=0.0).to(tl.float32)
-        weight = tl.load(carry_out + task * C + t)
-        rows = value * up
-        place = (task * RP * C + r * C + t) * PP + p
-        tl.store(v_rows + place, narrow(rows, v_rows.dtype.element_ty))
-        tl.store(v_out + place, narrow(rows * weight, v_out.dtype.element_ty))
+        for c in range(first, tl.minimum(first + K, chunks)):
+            chunk = tl.cast(c, tl.int64)
+            task = chunk * H + h
+            start = tl.load(table + chunk * 4).to(tl.int64)
+            reach = tl.load(table + chunk * 4 + 1)
+            for part in range(0, C // BT):
+                t = part * BT + token
+                seen = (t < reach) & (p < P)
+                rows = tl.load(v + ((start + t) * H + h) * P + p, mask=seen, other=0.0).to(tl.float32) * up
+                weight = tl.load(carry_out + task * C + t)
+                place = (first_row(task, part * BT, C, CS, RP) + r * CS + token) * PP + p
+                tl.store(v_rows + place, narrow(rows, v_rows.dtype.element_ty))
+                tl.store(v_out + place, narrow(rows * weight, v_out.dtype.element_ty))
 
 
 def values(x: Inputs, chunks: Chunks, plan: Plan, carry_out: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,20 +49,20 @@ def values(x: Inputs, chunks: Chunks, plan: Plan, carry_out: Tensor) -> tuple[Te
     _, _, H, _, R, _, P = x.sizes
     rows = torch.empty(chunks.count, H, plan.M, plan.PP, dtype=plan.dtype, device=x.V.device)
     out = torch.empty_like(rows)
-    BT = plan.tokens(plan.PP)
-    tasks = chunks.count * H * (plan.C // BT)
+    K = plan.walk(chunks.count, H)
+    tasks = -(-chunks.count // K) * H
     _values_kernel[plan.vector_grid(tasks)](
-        x.V, x.MIMO_V, carry_out, chunks.table, rows, out, tasks, H,
-        C=plan.C, R=R, RP=plan.RP, P=P, PP=plan.PP, BT=BT,
+        x.V, x.MIMO_V, carry_out, chunks.table, rows, out, tasks, H, chunks.count, K,
+        C=plan.C, CS=plan.CS, R=R, RP=plan.RP, P=P, PP=plan.PP, BT=plan.tokens(plan.PP),
     )  # fmt: skip
     return rows, out
 
 
 @triton.jit
 def _values_bwd_kernel(
-    inside, carried, do, v, mimo_v, d, carry_out, table, dv_out, dmimo_v, dcarry_out, tasks, H,
-    C: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, BT: tl.constexpr,
-    HAS_D: tl.constexpr,
+    inside, carried, do, v, mimo_v, d, carry_out, table, dv_out, dmimo_v, dcarry_out, tasks, H, chunks, K,
+    C: tl.constexpr, CS: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
+    BT: tl.constexpr, HAS_D: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, RP)[:, None, None]
     p = tl.arange(0, PP)[None, None, :]
@@ -66,31 +70,35 @@ def _values_bwd_kernel(
     col = tl.arange(0, PP)[None, :]
     token = tl.arange(0, BT)
     for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        task = tl.cast(i, tl.int64)
-        h = task % H
-        chunk = task // H
-        start = tl.load(table + chunk * 4).to(tl.int64)
-        reach = tl.load(table + chunk * 4 + 1)
+        h = i % H
+        first = i // H * K
         up = tl.load(mimo_v + (h * R + r) * P + p, mask=(r < R) & (p < P), other=0.0).to(tl.float32)
         skip = tl.load(d + h).to(tl.float32) if HAS_D else 0.0
         dup = tl.zeros((RP, PP), dtype=tl.float32)
-        for part in range(0, C // BT):
-            t = part * BT + token[None, :, None]
-            place = (task * RP * C + r * C + t) * PP + p
-            value = tl.load(v + ((start + t) * H + h) * P + p, mask=(t < reach) & (p < P), other=0.0).to(tl.float32)
-            weight = tl.load(carry_out + task * C + t)
-            from_state = tl.load(carried + place)
-            grad = tl.load(inside + place) + weight * from_state
-            if HAS_D:
-                grad += skip * tl.load(do + place).to(tl.float32)
-            dup += tl.sum(grad * value, axis=1)
-            row = part * BT + token
-            total = tl.sum(grad * up, axis=0)
-            target = ((start + row[:, None]) * H + h) * P + col
-            tl.store(dv_out + target, narrow(total, dv_out.dtype.element_ty), mask=(row[:, None] < reach) & (col < P))
-            share = tl.sum(value * up * from_state, axis=0)
-            tl.store(dcarry_out + task * C + row, tl.sum(share, axis=1))
-        tl.store(dmimo_v + (task * RP + rank) * PP + col, dup)
+        for c in range(first, tl.minimum(first + K, chunks)):
+            chunk = tl.cast(c, tl.int64)
+            task = chunk * H + h
+            start = tl.load(table + chunk * 4).to(tl.int64)
+            reach = tl.load(table + chunk * 4 + 1)
+            for part in range(0, C // BT):
+                t = part * BT + token[None, :, None]
+                place = (first_row(task, part * BT, C, CS, RP) + r * CS + token[None, :, None]) * PP + p
+                seen = (t < reach) & (p < P)
+                value = tl.load(v + ((start + t) * H + h) * P + p, mask=seen, other=0.0).to(tl.float32)
+                weight = tl.load(carry_out + task * C + t)
+                from_state = tl.load(carried + place)
+                grad = tl.load(inside + place) + weight * from_state
+                if HAS_D:
+                    grad += skip * tl.load(do + place).to(tl.float32)
+                dup += tl.sum(grad * value, axis=1)
+                row = part * BT + token
+                total = tl.sum(grad * up, axis=0)
+                target = ((start + row[:, None]) * H + h) * P + col
+                seen = (row[:, None] < reach) & (col < P)
+                tl.store(dv_out + target, narrow(total, dv_out.dtype.element_ty), mask=seen)
+                share = tl.sum(value * up * from_state, axis=0)
+                tl.store(dcarry_out + task * C + row, tl.sum(share, axis=1))
+        tl.store(dmimo_v + (tl.cast(i, tl.int64) * RP + rank) * PP + col, dup)
 
 
 def values_bwd(
@@ -100,11 +108,13 @@ def values_bwd(
     carry_out, fp32 [chunks, H, C]."""
     _, _, H, _, R, _, P = x.sizes
     dv = torch.empty_like(x.V)
-    dmimo_v = torch.empty(chunks.count, H, plan.RP, plan.PP, dtype=torch.float32, device=x.V.device)
     dcarry_out = torch.empty_like(carry_out)
-    tasks = chunks.count * H
+    K = plan.walk(chunks.count, H)
+    dmimo_v = torch.empty(-(-chunks.count // K), H, plan.RP, plan.PP, dtype=torch.float32, device=x.V.device)
+    tasks = len(dmimo_v) * H
     _values_bwd_kernel[plan.vector_grid(tasks)](
         inside, carried, do, x.V, x.MIMO_V, x.D, carry_out, chunks.table, dv, dmimo_v, dcarry_out, tasks, H,
-        C=plan.C, R=R, RP=plan.RP, P=P, PP=plan.PP, BT=plan.tokens(2 * plan.PP), HAS_D=x.D is not None,
+        chunks.count, K, C=plan.C, CS=plan.CS, R=R, RP=plan.RP, P=P, PP=plan.PP, BT=plan.tokens(plan.PP),
+        HAS_D=x.D is not None,
     )  # fmt: skip
     return dv, dmimo_v.sum(0)[:, :R, :P], dcarry_out
