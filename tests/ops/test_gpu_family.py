@@ -20,12 +20,28 @@ OFFICIAL = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("split", [False, True], ids=["", "split"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("N, P, R", OFFICIAL)
-def test_every_official_shape_has_a_plan(N, P, R, dtype):
-    plan = gpu_plan(N, P, R, dtype, 90)
+def test_every_official_shape_has_a_plan(N, P, R, dtype, split):
+    plan = gpu_plan(N, P, R, dtype, 90, split)
     assert 2 * plan.NH >= N and plan.PP >= P and plan.RP >= R
     assert max(plan.NW, plan.PW) <= 64 and plan.C * plan.RP <= 64
+    assert plan.split == (split and dtype != torch.float32)
+
+
+def test_operands_are_split_in_the_backward_with_the_norm_alone(monkeypatch):
+    asked = []
+    monkeypatch.setattr(gpu, "gpu_plan", lambda *a: asked.append(a[-1]) or gpu_plan(*a))
+    for norm in (False, True):
+        x = make(1, 4, H=1, device=DEVICE, norm=norm)
+        gpu.forward(x)
+        gpu.backward(x, torch.randn(x.V.shape, device=DEVICE))
+    assert asked == [False, False, False, True]
+
+
+def test_split_operands_of_narrow_heads_are_padded():
+    assert (gpu_plan(64, 32, 4, torch.bfloat16, 90).PP, gpu_plan(64, 32, 4, torch.bfloat16, 90, True).PP) == (32, 64)
 
 
 @pytest.mark.parametrize("N, P, R", [(512, 64, 4), (64, 256, 4), (64, 64, 65)])

@@ -223,6 +223,9 @@ def gpu_plan(N: int, P: int, R: int, dtype: torch.dtype, capability: int, split:
     # the operands.
     single, wgmma = dtype == torch.float32, capability >= 90
     split &= not single
+    if split and wgmma:
+        # ptxas 12.8 (in Triton 3.6) makes wgmma read a narrower right operand from an address that nothing set.
+        PP = max(64, PP)
     small = single or (split and not wgmma)
     rows, width = (32, 16) if capability == 0 else (16, 32) if small else (64 if wgmma else 32, 64)
     shared = 1024 * _SHARED_KIB.get(capability, 99)
