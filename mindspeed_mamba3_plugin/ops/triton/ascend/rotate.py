@@ -13,16 +13,7 @@ from ...types import Inputs
 from ..blocks import first_row, narrow
 from ..chunks import Chunks
 from ..plan import Plan
-
-try:  # from triton-ascend 3.2.1 on
-    from triton.language.extra.cann.extension import extract_slice, insert_slice
-except ImportError:  # 3.2.0 has it in the language; elsewhere no tile is cut
-    extract_slice = getattr(tl, "extract_slice", None)
-    insert_slice = getattr(tl, "insert_slice", None)
-
-
-def _cut(plan: Plan) -> bool:
-    return plan.cut_tiles and extract_slice is not None
+from .slices import can_cut, extract_slice, insert_slice
 
 
 @triton.jit
@@ -113,7 +104,7 @@ def rotate(x: Inputs, chunks: Chunks, plan: Plan, turns: Tensor) -> tuple[Tensor
     _rotate_kernel[plan.vector_grid(tasks)](
         x.Q, x.K, x.Q_bias, x.K_bias, turns, chunks.table, q, k, tasks, H, G,
         C=plan.C, CS=plan.CS, R=R, RP=plan.RP, N=N, NH=plan.NH, BT=BT,
-        HB=plan.divisor(H // G, plan.RP * BT * width), CUT=_cut(plan), FILLED=plan.rotated(x.Angles.shape[3]),
+        HB=plan.divisor(H // G, plan.RP * BT * width), CUT=can_cut(plan), FILLED=plan.rotated(x.Angles.shape[3]),
     )  # fmt: skip
     return q, k
 
@@ -218,7 +209,7 @@ def rotate_bwd(
     _rotate_bwd_kernel[plan.vector_grid(tasks)](
         dq, dk, x.Q, x.K, x.Q_bias, x.K_bias, turns, chunks.table, dq_out, dk_out, bias[0], bias[1], dtheta,
         tasks, H, G, C=plan.C, CS=plan.CS, R=R, RP=plan.RP, N=N, NH=plan.NH, BT=BT,
-        HB=plan.divisor(H // G, 2 * plan.RP * BT * plan.NH), CUT=_cut(plan), FILLED=filled,
+        HB=plan.divisor(H // G, 2 * plan.RP * BT * plan.NH), CUT=can_cut(plan), FILLED=filled,
         ROUND=plan.dtype != torch.float32,
     )  # fmt: skip
     bias = bias.sum(dim=(1, 3))[:, :, :R]

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..blocks import narrow
 from ..chunks import Chunks
 from ..plan import Plan
+from .slices import can_cut, extract_slice
 
 
 @triton.jit
@@ -46,44 +47,43 @@ def scan(own: Tensor, whole: Tensor, chunks: Chunks, plan: Plan) -> tuple[Tensor
 
 
 @triton.jit
+def _half(x, half: tl.constexpr, BN: tl.constexpr, PP: tl.constexpr, CUT: tl.constexpr):
+    """One half, [BN, PP], of a [2, BN, PP] tile."""
+    if CUT:
+        return tl.reshape(extract_slice(x, (half, 0, 0), (1, BN, PP), (1, 1, 1)), (BN, PP))
+    else:
+        return tl.sum(tl.where(tl.arange(0, 2)[:, None, None] == half, x, 0.0), axis=0)
+
+
+@triton.jit
 def _reverse_scan_kernel(
-    down,
-    whole,
-    states,
-    bounds,
-    dstates,
-    dwhole,
-    dturn,
-    tasks,
-    H,
-    NH: tl.constexpr,
-    PP: tl.constexpr,
-    BN: tl.constexpr,
-):
-    p = tl.arange(0, PP)[None, :]
+    down, whole, states, bounds, dstates, dwhole, dturn, tasks, H,
+    NH: tl.constexpr, PP: tl.constexpr, BN: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    half = tl.arange(0, 2)[:, None, None]
+    p = tl.arange(0, PP)[None, None, :]
     for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
         rows = (i % (NH // BN)) * BN + tl.arange(0, BN)
-        place = rows[:, None] * PP + p
+        place = (half * NH + rows[None, :, None]) * PP + p
         task = tl.cast(i // (NH // BN), tl.int64)
         h = task % H
         sequence = task // H
         first = tl.load(bounds + sequence)
         last = tl.load(bounds + sequence + 1)
-        lo = tl.zeros((BN, PP), dtype=tl.float32)
-        hi = tl.zeros((BN, PP), dtype=tl.float32)
+        grad = tl.zeros((2, BN, PP), dtype=tl.float32)
         for back in range(0, last - first):
             block = ((last - 1 - back) * H + h).to(tl.int64)
-            at_lo = block * (2 * NH * PP) + place
-            at_hi = at_lo + NH * PP
+            at = block * (2 * NH * PP) + place
             scale = tl.load(whole + block)
-            tl.store(dstates + at_lo, narrow(lo, dstates.dtype.element_ty))
-            tl.store(dstates + at_hi, narrow(hi, dstates.dtype.element_ty))
-            state_lo = tl.load(states + at_lo).to(tl.float32)
-            state_hi = tl.load(states + at_hi).to(tl.float32)
-            tl.store(dwhole + block * NH + rows, scale * tl.sum(state_lo * lo + state_hi * hi, axis=1))
-            lo = lo * scale + tl.load(down + at_lo)
-            hi = hi * scale + tl.load(down + at_hi)
-            tl.store(dturn + block * NH + rows, tl.sum(state_hi * lo - state_lo * hi, axis=1))
+            tl.store(dstates + at, narrow(grad, dstates.dtype.element_ty))
+            state = tl.load(states + at).to(tl.float32)
+            both = state * grad
+            both = _half(both, 0, BN, PP, CUT) + _half(both, 1, BN, PP, CUT)
+            tl.store(dwhole + block * NH + rows, scale * tl.sum(both, axis=1))
+            grad = grad * scale + tl.load(down + at)
+            turn = _half(state, 1, BN, PP, CUT) * _half(grad, 0, BN, PP, CUT)
+            turn -= _half(state, 0, BN, PP, CUT) * _half(grad, 1, BN, PP, CUT)
+            tl.store(dturn + block * NH + rows, tl.sum(turn, axis=1))
 
 
 def reverse_scan(
@@ -102,6 +102,7 @@ def reverse_scan(
     BN = min(plan.NH, max(1, plan.state_elements // plan.PP))
     tasks = chunks.sequences * H * (plan.NH // BN)
     _reverse_scan_kernel[plan.vector_grid(tasks)](
-        down, whole, states, chunks.bounds, dstates, dwhole, dturn, tasks, H, NH=plan.NH, PP=plan.PP, BN=BN
-    )
+        down, whole, states, chunks.bounds, dstates, dwhole, dturn, tasks, H,
+        NH=plan.NH, PP=plan.PP, BN=BN, CUT=can_cut(plan),
+    )  # fmt: skip
     return dstates, dwhole, dturn
