@@ -159,7 +159,7 @@ def plain_plan(N: int, P: int, R: int, dtype: torch.dtype, target: str) -> Plan:
         if dtype != torch.float32:
             # ptxas 12.8 (in Triton 3.6) makes wgmma read a narrower right operand from an address that nothing set.
             NH, PP = max(32, NH), max(64, PP)
-        return Plan(dtype, max(1, rows // RP), RP, NH, PP, 4096, 1, 512, 0, 0, False, once, once)
+        return Plan(dtype, max(1, rows // RP), RP, NH, PP, 2048, 1, 512, 0, 0, False, once, once)
     # The interpreter is fastest with few, large programs.
     return Plan(dtype, max(16, 128 // RP), RP, NH, PP, 1 << 20, 2, 512, 0, 0, False, {}, {})
 
