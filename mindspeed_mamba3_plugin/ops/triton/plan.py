@@ -200,6 +200,10 @@ class GpuPlan:
         """Of states in memory, in a call whose operands are in `dtype`."""
         return torch.float32 if self.split else dtype
 
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of sums over the tokens of a chunk; bf16 has the range that sums of fp16 need."""
+        return torch.float32 if self.split or dtype == torch.float32 else torch.bfloat16
+
 
 # Shared memory that one program may have, KiB by compute capability; others are taken for the smallest.
 _SHARED_KIB = {0: 1 << 20, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227}
@@ -239,10 +243,17 @@ def gpu_plan(N: int, P: int, R: int, dtype: torch.dtype, capability: int, split:
         )
     C, NW, PW = max(1, rows // RP), min(NH, width), min(PP, width)
     how = {"num_warps": 4}
-    # With small states 168 registers spill little, and let a third program onto a multiprocessor.
-    backward = how | {"maxnreg": 168} if wgmma and not single and not split and max(2 * NH, PP) <= 64 else how
+    sinks = sources = how
+    if wgmma and not single and not split:
+        # With 168 registers a third program fits on a multiprocessor, where they spill little; where there are fewer
+        # than 255 would do, addresses are worked out anew. Measured shape by shape.
+        third, large = how | {"maxnreg": 168, "ANEW": True}, PP > 64
+        fits = max(2 * NH, PP) <= 64 or (2 * NH <= 128 and not large and RP >= 4)
+        half = max(2 * NH, PP) <= 64 or PP <= 32 or RP > 4
+        sinks = third if fits and half else how | {"ANEW": large or RP == 1}
+        sources = third if fits else how | {"ANEW": large}
     store = torch.float32 if single or split else torch.float16
-    return GpuPlan(C, RP, NH // NW, NW, PP // PW, PW, split, how, how, how, backward, backward, store)
+    return GpuPlan(C, RP, NH // NW, NW, PP // PW, PW, split, how, how, how, sinks, sources, store)
 
 
 def _shared_bytes(M: int, NH: int, PP: int, size: int, copies: int) -> int:

@@ -70,7 +70,7 @@ def bwd_fwd(x: Inputs, grad_out: Tensor) -> tuple[dict[str, Tensor | None], Resi
     entering = states.own(x, plan, chunks, at, None, None)
     states.scan_forward(entering, at, chunks, False)
     found = sink_gradients(x, plan, chunks, at, entering, grad_out)
-    bias, psi, zeta, weight, skip = over_chunks(found.pop("part")).split((R * N, R * P, R * P, R * P, 4), dim=-1)
+    bias, psi, zeta, weight, skip = over_chunks(found.pop("part")).split((R * N, R * P, R * P, R * P, 8), dim=-1)
     grads = {
         "dq": over_heads(found.pop("dq"), x),
         "dq_bias": bias.view(H, R, N),

@@ -54,7 +54,7 @@ def _norm_kernel(
     rows = tl.arange(0, M)
     ok = inside & (r < R)
     task = chunk.to(tl.int64) * H + h
-    part = Part + task * (R * (N + 3 * P) + 4) + R * N
+    part = Part + task * (R * (N + 3 * P) + 8) + R * N
     turns, q_halves, k_halves = load_queries_and_keys(
         Q, K, Q_bias, K_bias, Cos, Sin, head, token, r, inside, h, H, G, R, N, A, NT, NW
     )

@@ -30,6 +30,7 @@ from .loads import (
 from .norm import norm_gradients
 from .outputs import mixing, with_skip
 from .tiles import (
+    anew,
     apart,
     by_state,
     by_state_transposed,
@@ -63,7 +64,7 @@ def _sinks_kernel(
     Sinks, Part, table, T,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, P: tl.constexpr, A: tl.constexpr,
     C: tl.constexpr, RP: tl.constexpr, NT: tl.constexpr, NW: tl.constexpr, PT: tl.constexpr, PW: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, ANEW: tl.constexpr = False,
 ):  # fmt: skip
     """With the gradient of O stored there is nothing after O to go back through, and O is not needed."""
     chunk, h, start, reach, head, row, token, r, inside = place(table, T, H, C, RP)
@@ -72,7 +73,7 @@ def _sinks_kernel(
     rows = tl.arange(0, M)
     ok = inside & (r < R)
     task = chunk.to(tl.int64) * H + h
-    part = Part + task * (R * (N + 3 * P) + 4)
+    part = Part + task * (R * (N + 3 * P) + 8)
     turns, q_halves, k_halves = load_queries_and_keys(
         Q, K, Q_bias, K_bias, Cos, Sin, head, token, r, inside, h, H, G, R, N, A, NT, NW
     )
@@ -105,6 +106,7 @@ def _sinks_kernel(
         direct = with_skip(scores, D, h, rows, dtype, SPLIT)
     since = power2(chi)[:, None]
     from_state = tl.zeros((M,), tl.float32)
+    token, h = anew(token, h, ANEW)
     gv = products(gb, v, M)
     same = (rows // RP)[:, None] == (rows // RP)[None, :]
     gs = left_matrix(mix * gv, dtype, SPLIT)
@@ -112,6 +114,7 @@ def _sinks_kernel(
         others = tl.sum(tl.where(same, 0.0, scores * gv), axis=1)
         for u in tl.static_range(PT):
             p = columns(u, PW)
+            token, h = anew(token, h, ANEW)
             y = by_state(q, states, u, M, NT, PT, PW) * since
             from_state += tl.sum(y * whole(gb[u]), axis=1)
             y = tall(multiply(direct, v[u], y), RP)
@@ -145,6 +148,7 @@ def _sinks_kernel(
             back = tl.zeros((M, 2 * NW), tl.float32)
             for u in tl.static_range(PT):
                 back = multiply(gb[u], load_state(States, task, i, u, dtype, SPLIT, NT, NW, PT, PW), back)
+        token, h = anew(token, h, ANEW)
         lo, hi = apart(multiply(gs, k[i], back * since), RP)
         turn = load_turn(Cos, Sin, head + token, n, inside, A)
         cos = turn[0].to(tl.float32)
@@ -168,8 +172,8 @@ def sink_gradients(
     dq: of each head, un-rotated, [B, S, R, H, N]. d_theta: fp32 [H, T, A], share of the queries. core: gradient
     of O [B, S, H, R, P], only with a norm, fp32. dz. sinks: fp32 [2, H, T], per token the products of O's terms and
     its gradient, from other tokens of its chunk and from the state; with a norm [1, H, T], from both and from the
-    token itself. part: fp32 [chunks, H, R (N + 3 P) + 4], sums over each chunk for Q_bias, MIMO_Out, MIMO_Z, the norm
-    weight and D, which three unused numbers follow, so that rows are aligned; parts of absent arguments are not
+    token itself. part: [chunks, H, R (N + 3 P) + 8], sums over each chunk for Q_bias, MIMO_Out, MIMO_Z, the norm
+    weight and D, which seven unused numbers follow, so that rows are aligned; parts of absent arguments are not
     written.
     """
     B, S, H, G, R, N, P = x.sizes
@@ -180,7 +184,7 @@ def sink_gradients(
         "core": new(B, S, H, R, P, dtype=torch.float32) if x.fuse_norm else None,
         "dz": None if x.Z is None else new(B, S, H, P, dtype=x.Z.dtype),
         "sinks": new(1 if x.fuse_norm else 2, H, T, dtype=torch.float32),
-        "part": new(chunks.count, H, R * (N + 3 * P) + 4, dtype=torch.float32),
+        "part": new(chunks.count, H, R * (N + 3 * P) + 8, dtype=plan.sum_dtype(x.dtype)),
     }
     if x.fuse_norm:
         norm_gradients(x, plan, chunks, turns, states, grad_out, result)

@@ -27,6 +27,7 @@ from .loads import (
 )  # fmt: skip
 from .outputs import with_skip
 from .tiles import (
+    anew,
     apart,
     by_column,
     by_state,
@@ -61,7 +62,7 @@ def _sources_kernel(
     Part, table, T,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, P: tl.constexpr, A: tl.constexpr,
     C: tl.constexpr, RP: tl.constexpr, NT: tl.constexpr, NW: tl.constexpr, PT: tl.constexpr, PW: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, ANEW: tl.constexpr = False,
 ):  # fmt: skip
     """The mirror image of the sinks' kernel: rows are sources (k, v), columns their sinks (q, gradient of O)."""
     chunk, h, start, reach, head, row, token, r, inside = place(table, T, H, C, RP)
@@ -104,6 +105,7 @@ def _sources_kernel(
         gb = gb + (right(core_gradient(pin_all(parts[u])), dtype, SPLIT),)
         value = pin_all(values[u])
         v = v + (left(value[0].to(tl.float32) * value[1].to(tl.float32), dtype, SPLIT),)
+    token, h = anew(token, h, ANEW)
     kq = products(k, q, M)
     vg = products(v, gb, M)
     if SPLIT:  # in v's place, which is made again when k has gone: two programs then fit on a multiprocessor
@@ -141,6 +143,7 @@ def _sources_kernel(
     weight = (share * leave)[:, None]
     for i in tl.static_range(NT):
         n = columns(i, NW)
+        token, h = anew(token, h, ANEW)
         lo, hi = apart(multiply(gs, q[i], by_state_transposed(v, states, i, M, PT, NW) * weight), RP)
         turn = load_turn(Cos, Sin, head + token, n, inside, A)
         cos = turn[0].to(tl.float32)
@@ -165,7 +168,7 @@ def source_gradients(
     """Everything of the backward that the gradients of the states give; adds the keys' share to d_theta in place.
 
     dk: of each head, un-rotated, [B, S, R, H, N]. dv. sources: fp32 [3, H, T], per token the gradient of its share
-    s from its chunk, of gamma, and of s from later chunks. part: fp32 [chunks, H, R (N + P)], sums over each chunk
+    s from its chunk, of gamma, and of s from later chunks. part: [chunks, H, R (N + P)], sums over each chunk
     for K_bias and MIMO_V.
     """
     B, S, H, G, R, N, P = x.sizes
@@ -174,7 +177,7 @@ def source_gradients(
         "dk": new(B, S, R, H, N, dtype=x.dtype),
         "dv": new(B, S, H, P, dtype=x.V.dtype),
         "sources": new(3, H, T, dtype=torch.float32),
-        "part": new(chunks.count, H, R * (N + P), dtype=torch.float32),
+        "part": new(chunks.count, H, R * (N + P), dtype=plan.sum_dtype(x.dtype)),
     }
     _sources_kernel[(chunks.count * H,)](
         x.Q, x.K, x.Q_bias, x.K_bias, x.V, x.MIMO_V, grad_out, x.MIMO_Out, x.Z, x.MIMO_Z, core, x.D, turns.cos,

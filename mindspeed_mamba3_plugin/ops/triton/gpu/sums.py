@@ -35,7 +35,7 @@ def _over_chunks_kernel(X, Out, rows, width: tl.constexpr, BR: tl.constexpr, BW:
     total = tl.zeros((BR, BW), tl.float32)
     for start in tl.range(0, rows, BR, num_stages=4):
         at = (start + r).to(tl.int64)[:, None] * width + w[None, :]
-        total += tl.load(X + at, mask=(start + r < rows)[:, None] & ok[None, :], other=0.0)
+        total += tl.load(X + at, mask=(start + r < rows)[:, None] & ok[None, :], other=0.0).to(tl.float32)
     tl.store(Out + w, tl.sum(total, axis=0), mask=ok)
 
 
@@ -108,9 +108,9 @@ def over_heads(per_head: Tensor, x: Inputs) -> Tensor:
 
 
 def over_chunks(part: Tensor) -> Tensor:
-    """Sum of fp32 [chunks, H, w] over the chunks."""
+    """Sum of [chunks, H, w] over the chunks, in fp32."""
     chunks, H, w = part.shape
-    result = torch.empty(H, w, dtype=part.dtype, device=part.device)
+    result = torch.empty(H, w, dtype=torch.float32, device=part.device)
     _over_chunks_kernel[(triton.cdiv(H * w, 64),)](part, result, chunks, H * w, 32, 64, num_warps=4)
     return result
 

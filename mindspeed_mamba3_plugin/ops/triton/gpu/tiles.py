@@ -28,6 +28,8 @@ def pin(x):
         return x
     if x.dtype.primitive_bitwidth == 16:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    elif x.dtype.primitive_bitwidth == 64:
+        x = tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x], dtype=x.dtype, is_pure=False, pack=1)
     elif x.dtype.primitive_bitwidth == 32:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
     return x
@@ -39,6 +41,15 @@ def pin_all(xs):
     for i in tl.static_range(len(xs)):
         pinned = pinned + (pin(xs[i]),)
     return pinned
+
+
+@triton.jit
+def anew(token, h, ANEW: tl.constexpr):
+    """Tokens and head, with ANEW as numbers that the compiler has not seen: what was worked out from them, addresses
+    above all, is then worked out again where it is needed next, and takes no registers until then."""
+    if ANEW:
+        token, h = pin(token), pin(h)
+    return token, h
 
 
 @triton.jit
@@ -310,8 +321,8 @@ def store_by_rank(
     picks = tl.where(r[:, None] == rank[None, :], 1.0, 0.0).to(dtype)
     total = multiply(transposed(x), (tl.trans(picks),))
     step, column = column // W * step, column % W + i * W
-    at = Part + r[None, :] * width + (step + column)[:, None]
-    tl.store(at, total, mask=(r < R)[None, :] & (column < real)[:, None])
+    at = tl.max_contiguous(Part + r[None, :] * width + (step + column)[:, None], [4, 1])
+    tl.store(at, narrow(total, Part.dtype.element_ty), mask=(r < R)[None, :] & (column < real)[:, None])
 
 
 @triton.jit
