@@ -118,9 +118,10 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{'shape':18s} {'kernel':12s} registers  stack  shared instructions barriers")
     for shape in args.shapes:
         seen.clear()
-        x = make_inputs(shape, 1, 128, 16, 1, DTYPES[args.dtype], "cpu", norm=args.norm)
-        family.forward(x)
-        family.backward(x, torch.zeros_like(x.V))
+        for batch in (1, 8):  # the second fills a card, where some kernels are others
+            x = make_inputs(shape, batch, 128, 16, 1, DTYPES[args.dtype], "cpu", norm=args.norm)
+            family.forward(x)
+            family.backward(x, torch.zeros_like(x.V))
         for (name, _), kernel in seen.items():
             wild |= inspect(name, shape, kernel)
     return int(wild)

@@ -10,7 +10,8 @@ from cases import DEVICE, make
 
 from mindspeed_mamba3_plugin.ops import registry
 from mindspeed_mamba3_plugin.ops.triton import gpu
-from mindspeed_mamba3_plugin.ops.triton.gpu import angles
+from mindspeed_mamba3_plugin.ops.triton.chunks import cut
+from mindspeed_mamba3_plugin.ops.triton.gpu import angles, states, walk
 from mindspeed_mamba3_plugin.ops.triton.plan import gpu_plan
 from mindspeed_mamba3_plugin.ops.types import GRADIENT_NAMES
 
@@ -72,6 +73,42 @@ def test_states_are_freed_before_the_gradients_of_each_head_are_made():
     _, residuals = gpu.bwd_fwd(x, torch.randn(1, 20, 2, 16, device=DEVICE))
     gpu.bwd_bwd(x, residuals)
     assert not hasattr(residuals, "states")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"z": False}, {"reduce": False}, {"R": 3, "N": 20, "P": 40}], ids=["all", "no Z", "rows", "odd"]
+)
+def test_a_walk_finds_the_states_that_a_scan_finds(options, monkeypatch):
+    x = make(2, 50, H=4, G=2, device=DEVICE, **options)
+    _, _, H, _, R, N, P = x.sizes
+    plan = replace(gpu_plan(N, P, R, x.dtype, 0), walk={"NW": 8, "PW": 16, "AHEAD": 2}, walkers=1)
+    chunks = cut(x, plan.C)
+    at = gpu.turns(x, plan, chunks)
+    grad_out = torch.randn(2, 50, H, P, device=DEVICE) if x.MIMO_Out is not None else torch.randn_like(
+        x.V.unsqueeze(2).expand(-1, -1, R, -1, -1)
+    )  # fmt: skip
+    found = []
+    for walked in (True, False):
+        monkeypatch.setattr(walk, "fits", lambda *_, walked=walked: walked)
+        entering, last = states.entering(x, plan, chunks, at, True)
+        leaving, through = states.leaving(x, plan, chunks, at, grad_out, None, entering)
+        through = through.sum(2)
+        found.append((entering, last, leaving, through[:, :, 0].sum(-1), through[:, :, 1]))
+    for ours, other in zip(*found, strict=True):
+        assert other.norm() > 0 and (ours - other).norm() < 1e-5 * other.norm()
+
+
+def test_a_walk_wants_dense_sequences_and_programs_enough():
+    plan = gpu_plan(128, 64, 4, torch.bfloat16, 90)
+    assert plan.walk is not None and gpu_plan(64, 64, 4, torch.bfloat16, 90).walk is None
+    assert gpu_plan(128, 64, 4, torch.bfloat16, 90, split=True).walk is None
+
+    def fits(B, H, **options):
+        x = make(B, 8, H=H, N=128, P=64, R=4, **options)
+        return walk.fits(x, plan, cut(x, plan.C))
+
+    assert fits(4, 16) and not fits(3, 16) and not fits(1, 16)
+    assert not fits(1, 64, cu_seqlens=[0, 3, 8])
 
 
 def test_cosine_and_sine_of_half_turns():

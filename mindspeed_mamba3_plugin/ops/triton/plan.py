@@ -182,6 +182,8 @@ class GpuPlan:
     sinks: dict[str, int]
     sources: dict[str, int]
     store_dtype: torch.dtype  # of cosines, sines and small weights as the kernels read them
+    walk: dict[str, int] | None  # tile of a walk over the chunks, chunks loaded ahead, launch options; where it pays
+    walkers: int  # programs that a walk needs, to fill the card
 
     @property
     def NH(self) -> int:
@@ -252,8 +254,14 @@ def gpu_plan(N: int, P: int, R: int, dtype: torch.dtype, capability: int, split:
         half = max(2 * NH, PP) <= 64 or PP <= 32 or RP > 4
         sinks = third if fits and half else how | {"ANEW": large or RP == 1}
         sources = third if fits else how | {"ANEW": large}
+    # A walk moves half of the states' bytes, step by step: measured, it pays where they are large beside the rest.
+    walk, walkers = None, 128
+    if capability == 0:
+        walk, walkers = {"NW": min(NH, 8), "PW": 16, "AHEAD": 1}, 4
+    elif wgmma and not single and not split and RP == 4 and PP >= 64 and 2 * NH * PP >= 8192:
+        walk = how | {"NW": min(NH, 32), "PW": 64, "AHEAD": 3}
     store = torch.float32 if single or split else torch.float16
-    return GpuPlan(C, RP, NH // NW, NW, PP // PW, PW, split, how, how, how, sinks, sources, store)
+    return GpuPlan(C, RP, NH // NW, NW, PP // PW, PW, split, how, how, how, sinks, sources, store, walk, walkers)
 
 
 def _shared_bytes(M: int, NH: int, PP: int, size: int, copies: int) -> int:

@@ -52,8 +52,7 @@ def forward(x: Inputs) -> tuple[Tensor, State | None]:
     x, plan = _prepared(x, split=False)
     chunks = cut(x, plan.C)
     at = turns(x, plan, chunks)
-    entering = states.own(x, plan, chunks, at, None, None) if chunks.count else _no_states(x, plan)
-    last = states.scan_forward(entering, at, chunks, x.return_state)
+    entering, last = states.entering(x, plan, chunks, at, x.return_state)
     out = outputs(x, plan, chunks, at, entering)
     return out, _state(x, chunks, at, last) if x.return_state else None
 
@@ -67,8 +66,7 @@ def bwd_fwd(x: Inputs, grad_out: Tensor) -> tuple[dict[str, Tensor | None], Resi
     grad_out = grad_out.contiguous()
     chunks = cut(x, plan.C)
     at = turns(x, plan, chunks)
-    entering = states.own(x, plan, chunks, at, None, None)
-    states.scan_forward(entering, at, chunks, False)
+    entering, _ = states.entering(x, plan, chunks, at, False)
     found = sink_gradients(x, plan, chunks, at, entering, grad_out)
     bias, psi, zeta, weight, skip = over_chunks(found.pop("part")).split((R * N, R * P, R * P, R * P, 8), dim=-1)
     grads = {
@@ -89,8 +87,7 @@ def bwd_bwd(x: Inputs, residuals: Residuals) -> dict[str, Tensor]:
     r, plan, chunks, at = residuals, residuals.plan, residuals.chunks, residuals.turns
     x, grad_out = r.inputs, r.grad_out
     _, _, H, _, R, N, P = x.sizes
-    leaving = states.own(x, plan, chunks, at, grad_out, r.core)
-    through = states.scan_backward(leaving, at, chunks, r.states)
+    leaving, through = states.leaving(x, plan, chunks, at, grad_out, r.core, r.states)
     del residuals.states
     found = source_gradients(x, plan, chunks, at, leaving, grad_out, r.core, r.d_theta)
     del leaving
@@ -135,10 +132,6 @@ def _capability(device: torch.device) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def _no_states(x: Inputs, plan: GpuPlan) -> Tensor:
-    return torch.empty(0, x.V.shape[2], 2, plan.NH, plan.PP, dtype=x.dtype, device=x.Q.device)
 
 
 def _state(x: Inputs, chunks: Chunks, at: Turns, last: Tensor) -> State:

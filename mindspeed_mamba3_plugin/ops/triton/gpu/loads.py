@@ -16,15 +16,29 @@ def load_turn(Cos, Sin, at, n, inside, A: tl.constexpr):
 
 
 @triton.jit
+def load_rows(X, token, r, n, ok, h, H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
+    """Both halves of X, [C, RP, NW]."""
+    at = ((token * R + r) * G + h // (H // G)) * N + n
+    real = n < N // 2
+    return load(X, at, ok & real), load(X, at + N // 2, ok & real)
+
+
+@triton.jit
+def load_bias(Bias, token, r, n, h, R: tl.constexpr, N: tl.constexpr):
+    """Both halves of a bias of Q or K, by row: see `load_by_row`."""
+    at = tl.broadcast_to((h * R + r) * N + n, (token.shape[0], 1, r.shape[2], n.shape[3]))
+    real = (r < R) & (n < N // 2)
+    return load(Bias, at, real), load(Bias, at + N // 2, real)
+
+
+@triton.jit
 def load_halves(
     X, Bias, token, r, n, ok, h, H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
     """Both halves of X, [C, RP, NW], and of its bias, by row."""
-    at = ((token * R + r) * G + h // (H // G)) * N + n
-    bias = tl.broadcast_to((h * R + r) * N + n, (at.shape[0], 1, at.shape[2], at.shape[3]))
-    real = n < N // 2
-    lo, hi = load(Bias, bias, (r < R) & real), load(Bias, bias + N // 2, (r < R) & real)
-    return load(X, at, ok & real), load(X, at + N // 2, ok & real), lo, hi
+    bias_lo, bias_hi = load_bias(Bias, token, r, n, h, R, N)
+    lo, hi = load_rows(X, token, r, n, ok, h, H, G, R, N)
+    return lo, hi, bias_lo, bias_hi
 
 
 @triton.jit

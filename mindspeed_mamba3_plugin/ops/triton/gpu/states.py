@@ -1,4 +1,5 @@
-"""States at the bounds of chunks, and their gradients: each chunk's own contribution, then a scan over the chunks."""
+"""States at the bounds of chunks, and their gradients: each chunk's own contribution, then a scan over the chunks;
+or a walk, where that is faster."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from ...types import Inputs
 from ..blocks import narrow
 from ..chunks import Chunks
 from ..plan import GpuPlan
+from . import walk
 from .angles import CHI, EXIT, SHARE, Turns
 from .loads import (
     core_gradient,
@@ -122,40 +124,53 @@ def _scan_kernel(
         tl.store(to + NH * PP, hi)
 
 
-def own(x: Inputs, plan: GpuPlan, chunks: Chunks, turns: Turns, out_gradient: Tensor | None, stored: Tensor | None):
-    """[chunks, H, 2, NH, PP]: what each chunk adds to the state, or with `out_gradient` to the state's gradient.
+def entering(
+    x: Inputs, plan: GpuPlan, chunks: Chunks, turns: Turns, last: bool
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """States that enter the chunks, [chunks, H, 2, NH, PP]; with `last` also fp32 [sequences, H, 2, NH, PP], at the
+    end of each sequence."""
+    if walk.fits(x, plan, chunks):
+        return walk.entering(x, plan, chunks, turns, last)
+    own, end = _own(x, plan, chunks, turns, None, None), None
+    if last:
+        end = torch.empty(chunks.sequences, *own.shape[1:], dtype=torch.float32, device=own.device)
+    _scan(own, turns, end, None, None, chunks, False)
+    return own, end
+
+
+def leaving(
+    x: Inputs, plan: GpuPlan, chunks: Chunks, turns: Turns, out_gradient: Tensor, stored: Tensor | None,
+    entering: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of the states that leave the chunks, [chunks, H, 2, NH, PP]; and as summands fp32
+    [chunks, H, summands, 2, NH] the gradient of scaling what passes over a chunk (its sum over NH), and that of
+    turning what reaches the chunk or passes over it.
 
     stored: gradient of O [B, S, H, R, P] where a norm makes it depend on O.
     """
+    if stored is None and walk.fits(x, plan, chunks):
+        return walk.leaving(x, plan, chunks, turns, out_gradient, entering)
+    own = _own(x, plan, chunks, turns, out_gradient, stored)
+    through = torch.empty(*own.shape[:2], 1, 2, plan.NH, dtype=torch.float32, device=own.device)
+    _scan(own, turns, None, entering, through, chunks, True)
+    return own, through
+
+
+def _own(x: Inputs, plan: GpuPlan, chunks: Chunks, turns: Turns, out_gradient: Tensor | None, stored: Tensor | None):
+    """What each chunk adds to the state, or with `out_gradient` to the state's gradient."""
     B, S, H, G, R, N, P = x.sizes
     result = torch.empty(chunks.count, H, 2, plan.NH, plan.PP, dtype=plan.state_dtype(x.dtype), device=x.Q.device)
     gradient = out_gradient is not None
-    _own_kernel[(chunks.count * H,)](
-        x.Q if gradient else x.K, x.Q_bias if gradient else x.K_bias, x.V, x.MIMO_V, out_gradient, x.MIMO_Out, x.Z,
-        x.MIMO_Z, stored, turns.cos, turns.sin, turns.scalars, result, chunks.table, B * S, gradient,
-        H, G, R, N, P, N // x.rotary_dim_divisor, **plan.tiles, **plan.own,
-    )  # fmt: skip
+    if chunks.count:
+        _own_kernel[(chunks.count * H,)](
+            x.Q if gradient else x.K, x.Q_bias if gradient else x.K_bias, x.V, x.MIMO_V, out_gradient, x.MIMO_Out,
+            x.Z, x.MIMO_Z, stored, turns.cos, turns.sin, turns.scalars, result, chunks.table, B * S, gradient,
+            H, G, R, N, P, N // x.rotary_dim_divisor, **plan.tiles, **plan.own,
+        )  # fmt: skip
     return result
 
 
-def scan_forward(own: Tensor, turns: Turns, chunks: Chunks, last: bool) -> Tensor | None:
-    """Turn `own` into entering states, in place. With `last` returns fp32 [sequences, H, 2, NH, PP] after the end."""
-    end = None
-    if last:
-        end = torch.empty(chunks.sequences, *own.shape[1:], dtype=torch.float32, device=own.device)
-    _launch_scan(own, turns, end, None, None, chunks, False)
-    return end
-
-
-def scan_backward(own: Tensor, turns: Turns, chunks: Chunks, entering: Tensor) -> Tensor:
-    """Turn `own` into gradients of the leaving states, in place. Returns fp32 [chunks, H, 2, NH]: the gradient of
-    scaling what passes over a chunk (summed over NH), and of turning what reaches it or passes over it."""
-    through = torch.empty(*own.shape[:4], dtype=torch.float32, device=own.device)
-    _launch_scan(own, turns, None, entering, through, chunks, True)
-    return through
-
-
-def _launch_scan(own, turns, end, entering, through, chunks, reverse) -> None:
+def _scan(own, turns, end, entering, through, chunks, reverse) -> None:
     _, H, _, NH, PP = own.shape
     rows = max(1, min(NH, 1024 // PP))
     _scan_kernel[(chunks.sequences * H * (NH // rows),)](

@@ -43,6 +43,7 @@ def _over_chunks_kernel(X, Out, rows, width: tl.constexpr, BR: tl.constexpr, BW:
 def _scalars_kernel(
     Angles, DT, Trap, dTheta, Through, Scalars, Sinks, Sources, dAngles, dADT, dDT, dTrap, table, T, S,
     H: tl.constexpr, A: tl.constexpr, C: tl.constexpr, AP: tl.constexpr, NH: tl.constexpr, NORM: tl.constexpr,
+    SUMMANDS: tl.constexpr,
 ):  # fmt: skip
     chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
     start = tl.load(table + 4 * chunk).to(tl.int64)
@@ -62,9 +63,13 @@ def _scalars_kernel(
     at = (token[:, None] * H + h) * A + a[None, :]
     t = tanh(tl.load(Angles + at, mask=ok, other=0.0).to(tl.float32))
     theta = tl.load(dTheta + (head + token)[:, None] * A + a[None, :], mask=ok, other=0.0)
-    turn = tl.load(Through + (task * 2 + 1) * NH + a, mask=a < A, other=0.0)[None, :]
-    end = Through + ((task + H) * 2 + 1) * NH + a
-    end = tl.load(end, mask=a < tl.where(reach > C, A, 0), other=0.0)[None, :]
+    of, more = Through + task * (SUMMANDS * 2 * NH), reach > C
+    turn, end, over = tl.zeros((AP,), tl.float32), tl.zeros((AP,), tl.float32), 0.0
+    for k in tl.static_range(SUMMANDS):
+        over += tl.sum(tl.load(of + 2 * k * NH + tl.arange(0, NH)), axis=0)
+        turn += tl.load(of + (2 * k + 1) * NH + a, mask=a < A, other=0.0)
+        end += tl.load(of + (2 * (H * SUMMANDS + k) + 1) * NH + a, mask=a < tl.where(more, A, 0), other=0.0)
+    turn, end = turn[None, :], end[None, :]
     gap = 0.5 * (end - turn + tl.sum(theta, axis=0)[None, :]) / tl.minimum(reach, C).to(tl.float32)
     turn = (turn + theta - tl.cumsum(theta, axis=0) + gap * i.to(tl.float32)[:, None]) * 3.141592653589793
     tl.store(dAngles + at, narrow(turn * dt[:, None] * (1.0 - t * t), dAngles.dtype.element_ty), mask=ok)
@@ -90,7 +95,6 @@ def _scalars_kernel(
         sunk = tl.load(Sinks + row + head + token, mask=inside, other=0.0)
     sunk += tl.load(Sinks + head + token, mask=inside, other=0.0) - share * tl.load(source, mask=inside, other=0.0)
     sent = beyond * share
-    over = tl.sum(tl.load(Through + task * 2 * NH + tl.arange(0, NH)), axis=0)
     over += tl.cumsum(sunk, axis=0, reverse=True) + tl.cumsum(sent, axis=0) - sent
     tl.store(dADT + here, narrow(over, dADT.dtype.element_ty), mask=inside)
 
@@ -126,6 +130,7 @@ def scalar_gradients(
     d_angles, d_adt, d_dt, d_trap = (torch.empty_like(t) for t in (x.Angles, x.ADT, x.DT, x.Trap))
     _scalars_kernel[(chunks.count * H,)](
         x.Angles, x.DT, x.Trap, d_theta, through, scalars, sinks, sources, d_angles, d_adt, d_dt, d_trap,
-        chunks.table, B * S, S, H, A, plan.C, AP, plan.NH, x.fuse_norm, num_warps=max(1, min(4, plan.C * AP // 512)),
+        chunks.table, B * S, S, H, A, plan.C, AP, plan.NH, x.fuse_norm, through.shape[2],
+        num_warps=max(1, min(4, plan.C * AP // 512)),
     )  # fmt: skip
     return d_angles, d_adt, d_dt, d_trap
