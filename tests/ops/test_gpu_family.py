@@ -41,6 +41,12 @@ def test_operands_are_split_in_the_backward_with_the_norm_alone(monkeypatch):
     assert asked == [False, False, False, True]
 
 
+@pytest.mark.parametrize("N, P, R", OFFICIAL)
+def test_the_norm_has_a_plan_on_every_chip_that_the_rest_has(N, P, R):
+    for sm in (80, 89):
+        assert gpu_plan(N, P, R, torch.bfloat16, sm, True).C <= gpu_plan(N, P, R, torch.bfloat16, sm).C
+
+
 def test_split_operands_of_narrow_heads_are_padded():
     assert (gpu_plan(64, 32, 4, torch.bfloat16, 90).PP, gpu_plan(64, 32, 4, torch.bfloat16, 90, True).PP) == (32, 64)
 

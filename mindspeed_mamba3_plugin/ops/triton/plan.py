@@ -236,7 +236,7 @@ def gpu_plan(N: int, P: int, R: int, dtype: torch.dtype, capability: int, split:
     rows, width = (32, 16) if capability == 0 else (16, 32) if small else (64 if wgmma else 32, 64)
     shared = 1024 * _SHARED_KIB.get(capability, 99)
     copies = 4 if single or wgmma or capability == 0 else 8
-    size = dtype.itemsize * (1 + split)
+    size = dtype.itemsize * (2 if split and wgmma else 1)  # without wgmma the low halves stay in registers
     while (need := _shared_bytes(max(rows, RP), NH, PP, size, copies)) > shared and rows > max(16, RP):
         rows //= 2
     if need > shared:
