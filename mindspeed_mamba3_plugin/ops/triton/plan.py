@@ -256,7 +256,7 @@ def gpu_plan(N: int, P: int, R: int, dtype: torch.dtype, capability: int, split:
         sources = third if fits else how | {"ANEW": large}
     # A walk moves half of the states' bytes, step by step: measured, it pays where they are large beside the rest.
     walk, walkers = None, 128
-    if capability == 0:
+    if capability == 0 and not split:
         walk, walkers = {"NW": min(NH, 8), "PW": 16, "AHEAD": 1}, 4
     elif wgmma and not single and not split and RP == 4 and PP >= 64 and 2 * NH * PP >= 8192:
         walk = how | {"NW": min(NH, 32), "PW": 64, "AHEAD": 3}
