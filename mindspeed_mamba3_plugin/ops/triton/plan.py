@@ -203,8 +203,8 @@ class GpuPlan:
         return torch.float32 if self.split else dtype
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of sums over the tokens of a chunk; bf16 has the range that sums of fp16 need."""
-        return torch.float32 if self.split or dtype == torch.float32 else torch.bfloat16
+        """Of sums over the tokens of a chunk. Sums of fp16 would need its precision and a wider range."""
+        return torch.bfloat16 if dtype == torch.bfloat16 and not self.split else torch.float32
 
 
 # Shared memory that one program may have, KiB by compute capability; others are taken for the smallest.

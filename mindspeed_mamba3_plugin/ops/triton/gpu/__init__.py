@@ -74,7 +74,7 @@ def bwd_fwd(x: Inputs, grad_out: Tensor) -> tuple[dict[str, Tensor | None], Resi
         "dq_bias": bias.view(H, R, N),
         "dmimo_z": None if x.Z is None else zeta.view(H, R, P),
         "dmimo_out": None if x.MIMO_Out is None else psi.view(H, R, P),
-        "dd": None if x.D is None else skip[:, 0],
+        "dd": None if x.D is None else skip[:, :2].sum(1),
         "dz": found["dz"],
         "dnorm_weight": None if x.outproj_norm_weight is None else weight.view(H, R, P).sum(1),
     }

@@ -30,6 +30,7 @@ from .tiles import (
     power2,
     products,
     put,
+    put_in_two,
     right,
     right_halves,
     rotated,
@@ -117,7 +118,7 @@ def _norm_kernel(
             skip += tl.sum(g * x, axis=3, keep_dims=True)
     if D is not None:
         given -= skip * tl.load(D + h).to(tl.float32)
-        tl.store(part + R * 3 * P, tl.sum(tl.reshape(skip, (M,)), axis=0))
+        put_in_two(part + R * 3 * P, tl.sum(tl.reshape(skip, (M,)), axis=0))
     put(Sinks, head + token, over_ranks(given), inside)
 
 

@@ -47,6 +47,7 @@ from .tiles import (
     power2,
     products,
     put,
+    put_in_two,
     put_pair_per_token,
     right,
     right_halves,
@@ -137,7 +138,8 @@ def _sinks_kernel(
                 put(dZ, (token * H + h) * P + p, over_ranks(y * zeta), inside & (p < P))
             if len(sums) > 0:
                 store_by_rank(part + R * (N if Psi is not None else N + P), sums, R * P, u, P, R, P, dtype, SPLIT)
-        tl.store(part + R * (N + 3 * P), d_skip)
+        if D is not None:
+            put_in_two(part + R * (N + 3 * P), d_skip)
         put_pair_per_token(Sinks + head + start, others, from_state, row, reach, C, RP)
 
     for i in tl.static_range(NT):
@@ -173,7 +175,7 @@ def sink_gradients(
     of O [B, S, H, R, P], only with a norm, fp32. dz. sinks: fp32 [2, H, T], per token the products of O's terms and
     its gradient, from other tokens of its chunk and from the state; with a norm [1, H, T], from both and from the
     token itself. part: [chunks, H, R (N + 3 P) + 8], sums over each chunk for Q_bias, MIMO_Out, MIMO_Z, the norm
-    weight and D, which seven unused numbers follow, so that rows are aligned; parts of absent arguments are not
+    weight and D, as two numbers, and six unused ones, so that rows are aligned; parts of absent arguments are not
     written.
     """
     B, S, H, G, R, N, P = x.sizes

@@ -125,6 +125,14 @@ def rest(x, high):
 
 
 @triton.jit
+def put_in_two(To, x):
+    """An fp32 number as it is rounded and what that left, one after the other: for sums of which much may cancel."""
+    high = narrow(x, To.dtype.element_ty)
+    tl.store(To, high)
+    tl.store(To + 1, rest(x, high))
+
+
+@triton.jit
 def left(x, dtype: tl.constexpr, SPLIT: tl.constexpr):
     """[C, RP, W] in fp32 as the left operand of a matrix product."""
     high = narrow(x, dtype)
