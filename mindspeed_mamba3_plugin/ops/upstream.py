@@ -147,7 +147,7 @@ def mamba_mimo_bwd_fwd(
                 rows = compute_rows(call)
                 behind = behind_the_scan(call, rows, _like_output(call, dout[one]))
                 call.layout.back_to_slots(unpadded(rows.states, call), states[one])
-                ranks = (tensor.unflatten(2, (call.plan.RP, call.plan.C))[:, :, :R] for tensor in (rows.q, rows.k))
+                ranks = (call.plan.by_rank(tensor)[:, :, :R] for tensor in (rows.q, rows.k))
                 dots = torch.einsum("chrtn,chstn->chtrs", *(tensor.float() for tensor in ranks))
                 qk_dot[one] = call.layout.back_to_tokens(dots).transpose(1, 2)
                 if reduceO:
@@ -157,7 +157,7 @@ def mamba_mimo_bwd_fwd(
                 if fuse_pregate_headwise_rms_norm:
                     dout_norm_weight[b] = 0
                     dout_norm_weight[b, :, 0] = behind.dnorm_weight
-                    do = behind.do.unflatten(2, (call.plan.RP, call.plan.C))[:, :, :R, :, :P].transpose(2, 3)
+                    do = call.plan.by_rank(behind.do)[:, :, :R, :, :P].transpose(2, 3)
                     dout_pre_rms[one] = call.layout.back_to_tokens(do).transpose(1, 2).flatten(2, 3)
 
     return kernel
@@ -241,7 +241,7 @@ def _last(call: Call, rows: Rows) -> tuple[Tensor, Tensor]:
     """The last state [n, H, N, P] and the rotated k of the last token [n, R, H, N] of each sequence."""
     _, _, _, _, R, N, _ = call.x.sizes
     chunk, step, used = call.chunks.last_tokens()
-    k = rows.k.unflatten(2, (call.plan.RP, call.plan.C))[chunk, :, :R, step].transpose(1, 2)
+    k = call.plan.by_rank(rows.k[chunk])[torch.arange(len(step)), :, :R, step].transpose(1, 2)
     k = torch.cat((k[..., : N // 2], k[..., call.plan.NH : call.plan.NH + N // 2]), dim=-1)
     return unpadded(rows.last_state, call), torch.where(used[:, None, None, None], k, 0)
 

@@ -30,6 +30,7 @@ OPTIONS = {
     "ragged": {"S": 21, "chunk_size": 8},
     "a chunk of 12": {"S": 30, "chunk_size": 12},
     "rank 3": {"S": 20, "R": 3, "H": 1},
+    "rank 8, rows in two parts": {"S": 27, "R": 8, "H": 1},
     "groups": {"H": 4, "G": 2, "S": 20},
     "norm": {"norm": True, "S": 20, "B": 2},
     "norm without weight": {"norm": True, "weight": False, "S": 20},
@@ -272,7 +273,9 @@ def two_halves(x: Inputs, grad_out) -> dict:
     return b
 
 
-@pytest.mark.parametrize("options", [{"B": 2, "S": 20}, {"B": 2, "S": 20, "norm": True}])
+@pytest.mark.parametrize(
+    "options", [{"B": 2, "S": 20}, {"B": 2, "S": 20, "norm": True}, {"R": 8, "S": 20, "norm": True}]
+)
 def test_both_halves_fill_the_callers_buffers(options):
     x = make(**options, device=DEVICE)
     grad_out = loss_gradient(x)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from .. import registry
 from ..types import Inputs
@@ -69,6 +70,10 @@ class Plan:
     @property
     def N2(self) -> int:
         return 2 * self.NH
+
+    def by_rank(self, rows: Tensor) -> Tensor:
+        """Rows [., H, M, W] of chunks as [., H, RP, C, W]."""
+        return rows.unflatten(2, (self.parts, self.RP, self.CS)).transpose(2, 3).flatten(3, 4)
 
     def tokens(self, width: int) -> int:
         """Tokens of a [RP, tokens, width] tile in an element-wise kernel; divides CS."""

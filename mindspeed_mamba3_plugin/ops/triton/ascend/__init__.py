@@ -132,8 +132,7 @@ def _state(x: Inputs, chunks: Chunks, plan: Plan, rows: _Rows) -> State:
     chunk, step, used = chunks.last_tokens()
     half = N // 2
     ssm = rows.last_state.transpose(-1, -2)[:, :, :P]
-    k = rows.k.view(chunks.count, H, plan.parts, plan.RP, plan.CS, plan.N2)
-    k = k[chunk, :, step // plan.CS, :R, step % plan.CS].transpose(1, 2)
+    k = plan.by_rank(rows.k[chunk])[torch.arange(len(step)), :, :R, step].transpose(1, 2)
     v = x.V.flatten(0, 1)
     v = v[chunks.table[chunk, 0] + step] if v.shape[0] else v.new_zeros(len(chunk), H, P)
     return State(
