@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from mindspeed_mamba3_plugin.ops import registry
 from mindspeed_mamba3_plugin.ops.triton import ascend, gpu
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -96,7 +97,7 @@ def inspect(name: str, shape: str, kernel) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--kernel", default=gpu._NAME, choices=(gpu._NAME, ascend.NAME), help="the family")
+    p.add_argument("--kernel", default="triton-gpu", choices=("triton-gpu", "triton-ascend"), help="the family")
     p.add_argument("--capability", type=int, default=90, help="as in sm_90")
     p.add_argument("--shapes", nargs="*", default=list(OFFICIAL), metavar="N128_P64_R4_C16")
     p.add_argument("--dtype", default="bf16", choices=DTYPES)
@@ -105,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     driver.set_active(OfflineDriver(args.capability))
     gpu._capability = lambda device: args.capability
     ascend.target_of = lambda device: "cuda"
-    family = gpu if args.kernel == gpu._NAME else ascend
+    family = registry.load(args.kernel)
     run, seen = JITFunction.run, {}
 
     def compile_only(self, *a, warmup: bool, **options):

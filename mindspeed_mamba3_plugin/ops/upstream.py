@@ -22,6 +22,7 @@ from torch import Tensor
 from .api import mamba3_mimo
 from .call import surroundings
 from .sums import running_sum
+from .triton.ascend import last_keys
 from .triton.ascend.gate import gate
 from .upstream_stages import (
     Call,
@@ -239,11 +240,8 @@ def compute_dacs_segsum_triton_varlen(
 
 def _last(call: Call, rows: Rows) -> tuple[Tensor, Tensor]:
     """The last state [n, H, N, P] and the rotated k of the last token [n, R, H, N] of each sequence."""
-    _, _, _, _, R, N, _ = call.x.sizes
-    chunk, step, used = call.chunks.last_tokens()
-    k = call.plan.by_rank(rows.k[chunk])[torch.arange(len(step)), :, :R, step].transpose(1, 2)
-    k = torch.cat((k[..., : N // 2], k[..., call.plan.NH : call.plan.NH + N // 2]), dim=-1)
-    return unpadded(rows.last_state, call), torch.where(used[:, None, None, None], k, 0)
+    *_, R, N, _ = call.x.sizes
+    return unpadded(rows.last_state, call), last_keys(rows.k, call.chunks, call.plan, R, N)
 
 
 def _like_output(call: Call, dout: Tensor) -> Tensor:

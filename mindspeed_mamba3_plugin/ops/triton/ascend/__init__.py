@@ -130,17 +130,24 @@ def _state(x: Inputs, chunks: Chunks, plan: Plan, rows: _Rows) -> State:
     """The state each sequence leaves behind, out of the padded buffers."""
     _, _, H, _, R, N, P = x.sizes
     chunk, step, used = chunks.last_tokens()
-    half = N // 2
     ssm = rows.last_state.transpose(-1, -2)[:, :, :P]
-    k = plan.by_rank(rows.k[chunk])[torch.arange(len(step)), :, :R, step].transpose(1, 2)
     v = x.V.flatten(0, 1)
     v = v[chunks.table[chunk, 0] + step] if v.shape[0] else v.new_zeros(len(chunk), H, P)
     return State(
         angle=rows.angle,
-        ssm=_halves(ssm, half, plan.NH).contiguous(),
-        k=torch.where(used[:, None, None, None], _halves(k, half, plan.NH), 0).to(x.dtype),
+        ssm=_halves(ssm, N // 2, plan.NH).contiguous(),
+        k=last_keys(rows.k, chunks, plan, R, N).to(x.dtype),
         v=torch.where(used[:, None, None], v, 0),
     )
+
+
+def last_keys(k: Tensor, chunks: Chunks, plan: Plan, R: int, N: int) -> Tensor:
+    """The rotated k of the last token of each sequence, [sequences, R, H, N], out of rows [chunks, H, M, N2]; 0 where
+    a sequence has no token."""
+    chunk, step, used = chunks.last_tokens()
+    sequence = torch.arange(len(step), device=step.device)
+    k = plan.by_rank(k[chunk])[sequence, :, :R, step].transpose(1, 2)
+    return torch.where(used[:, None, None, None], _halves(k, N // 2, plan.NH), 0)
 
 
 def _halves(y: Tensor, half: int, NH: int) -> Tensor:

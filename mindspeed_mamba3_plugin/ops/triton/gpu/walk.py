@@ -96,8 +96,11 @@ def fits(x: Inputs, plan: GpuPlan, chunks: Chunks) -> bool:
     """Whether to walk: not over packed sequences, of which one may be long, nor with too few programs for a card."""
     if plan.walk is None or chunks.spare:
         return False
-    tiles = plan.NH // plan.walk["NW"] * (plan.PP // plan.walk["PW"])
-    return chunks.sequences * x.V.shape[2] * tiles >= plan.walkers
+    return _programs(x, plan, chunks) >= plan.walkers
+
+
+def _programs(x: Inputs, plan: GpuPlan, chunks: Chunks) -> int:
+    return chunks.sequences * x.V.shape[2] * (plan.NH // plan.walk["NW"]) * (plan.PP // plan.walk["PW"])
 
 
 def entering(x: Inputs, plan: GpuPlan, chunks: Chunks, turns: Turns, last: bool) -> tuple[Tensor, Tensor | None]:
@@ -122,8 +125,7 @@ def leaving(
 def _walk(x, plan, chunks, turns, out_gradient, states, entering, through, last) -> None:
     B, S, H, G, R, N, P = x.sizes
     gradient = out_gradient is not None
-    tiles = plan.NH // plan.walk["NW"] * (plan.PP // plan.walk["PW"])
-    _walk_kernel[(chunks.sequences * H * tiles,)](
+    _walk_kernel[(_programs(x, plan, chunks),)](
         x.Q if gradient else x.K, x.Q_bias if gradient else x.K_bias, x.V, x.MIMO_V, out_gradient, x.MIMO_Out, x.Z,
         x.MIMO_Z, turns.cos, turns.sin, turns.scalars, turns.decay, states, entering, through, last, chunks.table,
         chunks.bounds, B * S, gradient, H, G, R, N, P, N // x.rotary_dim_divisor, plan.C, plan.RP, plan.NH, plan.PP,
