@@ -77,7 +77,7 @@ def mamba_mimo_forward_varlen(
             norm_weight=outproj_norm_weight, norm_eps=outproj_norm_eps,
         )  # fmt: skip
         rows = compute_rows(call)
-        o = gate(call.x, call.chunks, call.plan, rows.inside, rows.carried, call.carry_in)
+        o = gate(call.x, call.chunks, call.plan, rows.o)
         return (o, *_last(call, rows)) if return_state else (o, None, None)
 
 
@@ -118,7 +118,7 @@ def mamba_mimo_bwd_combined_varlen(
         return (
             found.dq, found.dk, found.dv, decay_gradient(call, found), ddt.to(dt.dtype), dtrap.to(trap.dtype),
             found.dq_bias, found.dk_bias, found.dmimo_v, behind.dmimo_z, behind.dmimo_out,
-            found.dangles, behind.dd, behind.dz, behind.dnorm_weight,
+            found.dangles, found.dD, behind.dz, behind.dnorm_weight,
         )  # fmt: skip
 
 
@@ -203,7 +203,7 @@ def mamba_mimo_bwd_bwd(
                 buffer[one] = result
             call.layout.back_to_slots(found.dSSdA[..., :chunk_size, :chunk_size], dSSdA[one])
             if hasD:
-                dD[b] = behind.dd
+                dD[b] = found.dD
 
     return kernel
 

@@ -112,6 +112,7 @@ class Rows(NamedTuple):
     """What the forward computes before the gate, as in the family."""
 
     q: Tensor
+    q_in: Tensor
     k: Tensor
     v: Tensor
     v_out: Tensor
@@ -119,8 +120,7 @@ class Rows(NamedTuple):
     last_state: Tensor | None
     scores: Tensor
     mixed: Tensor
-    inside: Tensor
-    carried: Tensor
+    o: Tensor
 
 
 class ScanGradients(NamedTuple):
@@ -144,6 +144,7 @@ class ScanGradients(NamedTuple):
     ddA_cs: Tensor
     dq_bias: Tensor
     dk_bias: Tensor
+    dD: Tensor | None
 
 
 def prepare(
@@ -216,37 +217,38 @@ def prepare(
 def compute_rows(call: Call, states: Tensor | None = None) -> Rows:
     """The family's forward before the gate, from given entering states where there are any."""
     x, chunks, plan = call.x, call.chunks, call.plan
-    q, k = rotate(x, chunks, plan, call.turns)
+    q, q_in, k = rotate(x, chunks, plan, call.turns, call.carry_in)
     v, v_out = values(x, chunks, plan, call.carry_out)
     product, own = scores(q, k, k, v_out, plan)
     last = None
     if states is None:
         states, last = scan(own, call.whole, chunks, plan)
     mixed = mix(product, call.mixing, plan)
-    inside, carried = outputs(q, v, states, mixed, plan)
-    return Rows(q, k, v, v_out, states, last, product, mixed, inside, carried)
+    o = outputs(q_in, v, states, mixed, plan)
+    return Rows(q, q_in, k, v, v_out, states, last, product, mixed, o)
 
 
 def behind_the_scan(call: Call, rows: Rows, dout: Tensor) -> GateGradients:
-    """bwd_fwd after the recomputation: gradients of the gate, the norm and D, and dO."""
+    """bwd_fwd after the recomputation: gradients of the gate and the norm, and dO."""
     registry.count(ascend.NAME, "bwd_fwd")
-    return gate_bwd(call.x, call.chunks, call.plan, dout.contiguous(), rows.inside, rows.carried, call.carry_in)
+    return gate_bwd(call.x, call.chunks, call.plan, dout.contiguous(), rows.o, call.carry_in)
 
 
 def through_the_scan(call: Call, rows: Rows, behind: GateGradients) -> ScanGradients:
     """bwd_bwd from dO on."""
     registry.count(ascend.NAME, "bwd_bwd")
     x, chunks, plan, layout = call.x, call.chunks, call.plan, call.layout
-    w, down = scores(behind.do, rows.v, rows.q, behind.do_in, plan)
+    w, down = scores(behind.do, rows.v, rows.q_in, behind.do, plan)
     dstates, dwhole, _ = reverse_scan(down, call.whole, rows.states, chunks, plan)
-    mixed_w, dmixing = mix_bwd(rows.scores, w, call.mixing, plan)
+    mixed_w, dmixing, _ = mix_bwd(rows.scores, w, call.mixing, plan)
     dq, dk, dv_inside, dv_carried = products(
         rows.q, rows.k, rows.v_out, behind.do, behind.do_in, rows.states, dstates, rows.mixed, mixed_w, plan
     )
-    dv, dmimo_v, dcarry_out = values_bwd(x, chunks, plan, dv_inside, dv_carried, behind.do, call.carry_out)
+    dv, dmimo_v, dD, dcarry_out = values_bwd(x, chunks, plan, dv_inside, dv_carried, behind.do, call.carry_out)
     dQ, dK, dq_bias, dk_bias, dtheta = rotate_bwd(x, chunks, plan, dq, dk, call.turns)
     W = as_square(dmixing, plan)
-    from_state = (behind.do.float() * rows.carried).unflatten(2, (plan.parts, plan.RP, plan.CS))
+    carried = rows.q.float() @ rows.states.float()
+    from_state = (behind.do.float() * carried).unflatten(2, (plan.parts, plan.RP, plan.CS))
     from_state = from_state.sum((3, 5)).flatten(2)
     every = dwhole.sum(-1)[..., None].expand_as(from_state)
     steps = layout.back_to_steps
@@ -261,6 +263,7 @@ def through_the_scan(call: Call, rows: Rows, behind: GateGradients) -> ScanGradi
         ddA_cs=steps(from_state),
         dq_bias=dq_bias,
         dk_bias=dk_bias,
+        dD=dD,
     )  # fmt: skip
 
 

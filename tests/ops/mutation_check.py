@@ -65,8 +65,8 @@ SLIPS = [
     Mutation(
         "D dropped in the backward",
         f"{FAMILY}/values.py",
-        "grad += skip * tl.load(do + place)",
-        "grad += 0.0 * skip * tl.load(do + place)",
+        "grad += skip * do_rows",
+        "grad += 0.0 * skip * do_rows",
     ),
     Mutation(
         "a chunk's own decay left out of the scan",

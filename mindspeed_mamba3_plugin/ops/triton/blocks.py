@@ -24,8 +24,14 @@ def dot(a, b, acc=None):
 @triton.jit
 def sigmoid(x):
     """1 / (1 + exp(-x)), right for any x: exp grows to inf, of which the inverse is 0."""
+    return opened(-x)
+
+
+@triton.jit
+def opened(minus_x):
+    """sigmoid(x) from -x."""
     # Not with 1 for 2: the Ascend compiler makes a division of every product with 1 / y.
-    return 2.0 / (2.0 + tl.exp(0.6931471805599453 - x))
+    return 2.0 / (2.0 + tl.exp(minus_x + 0.6931471805599453))
 
 
 @triton.jit

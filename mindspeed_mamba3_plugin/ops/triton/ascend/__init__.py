@@ -38,6 +38,7 @@ class _Rows(NamedTuple):
     turns: Tensor
     angle: Tensor
     q: Tensor
+    q_in: Tensor
     k: Tensor
     v: Tensor
     v_out: Tensor
@@ -45,8 +46,7 @@ class _Rows(NamedTuple):
     last_state: Tensor
     scores: Tensor
     mixed: Tensor
-    inside: Tensor
-    carried: Tensor
+    o: Tensor
 
 
 class Residuals(NamedTuple):
@@ -63,17 +63,17 @@ def forward(x: Inputs) -> tuple[Tensor, State | None]:
     registry.count(NAME, "forward")
     x, chunks, plan = _prepare(x)
     rows = _rows(x, chunks, plan)
-    out = gate(x, chunks, plan, rows.inside, rows.carried, rows.carry_in)
+    out = gate(x, chunks, plan, rows.o)
     return out, _state(x, chunks, plan, rows) if x.return_state else None
 
 
 def bwd_fwd(x: Inputs, grad_out: Tensor) -> Residuals:
     """The first half of the backward: recompute O, then the gradients of everything behind it (Z, MIMO_Z, MIMO_Out,
-    norm weight, D) and dO."""
+    norm weight) and dO."""
     registry.count(NAME, "bwd_fwd")
     x, chunks, plan = _prepare(x)
     rows = _rows(x, chunks, plan)
-    behind = gate_bwd(x, chunks, plan, grad_out.contiguous(), rows.inside, rows.carried, rows.carry_in)
+    behind = gate_bwd(x, chunks, plan, grad_out.contiguous(), rows.o, rows.carry_in)
     return Residuals(chunks, plan, rows, behind)
 
 
@@ -82,19 +82,19 @@ def bwd_bwd(x: Inputs, residuals: Residuals) -> Gradients:
     registry.count(NAME, "bwd_bwd")
     x = x.contiguous()
     chunks, plan, rows, behind = residuals
-    w, down = scores(behind.do, rows.v, rows.q, behind.do_in, plan)
+    w, down = scores(behind.do, rows.v, rows.q_in, behind.do, plan)
     dstates, dwhole, dturn = reverse_scan(down, rows.whole, rows.states, chunks, plan)
-    mixed_w, dmixing = mix_bwd(rows.scores, w, rows.mixing, plan)
+    mixed_w, dmixing, inside = mix_bwd(rows.scores, w, rows.mixing, plan)
     dq, dk, dv_inside, dv_carried = products(
         rows.q, rows.k, rows.v_out, behind.do, behind.do_in, rows.states, dstates, rows.mixed, mixed_w, plan
     )
-    dv, dmimo_v, dcarry_out = values_bwd(x, chunks, plan, dv_inside, dv_carried, behind.do, rows.carry_out)
-    dadt, dgamma, ds = decay_bwd(x, chunks, plan, dmixing, behind.dcarry_in, dcarry_out, dwhole)
+    dv, dmimo_v, dd, dcarry_out = values_bwd(x, chunks, plan, dv_inside, dv_carried, behind.do, rows.carry_out)
+    dadt, dgamma, ds = decay_bwd(x, chunks, plan, dmixing, inside, behind.dlog_o, dcarry_out, dwhole)
     dQ, dK, dq_bias, dk_bias, dtheta = rotate_bwd(x, chunks, plan, dq, dk, rows.turns)
     dangles, ddt, dtrap = angles_bwd(x, chunks, plan, dtheta, dturn, dgamma, ds)
     return Gradients(
         dQ, dK, dv, dadt, ddt, dtrap, dq_bias, dk_bias, dmimo_v, behind.dmimo_z, behind.dmimo_out, dangles,
-        behind.dd, behind.dz, behind.dnorm_weight,
+        dd, behind.dz, behind.dnorm_weight,
     )  # fmt: skip
 
 
@@ -114,15 +114,15 @@ def _prepare(x: Inputs) -> tuple[Inputs, Chunks, Plan]:
 def _rows(x: Inputs, chunks: Chunks, plan: Plan) -> _Rows:
     mixing, carry_in, carry_out, whole = decay(x, chunks, plan)
     turns, angle = angles(x, chunks, plan)
-    q, k = rotate(x, chunks, plan, turns)
+    q, q_in, k = rotate(x, chunks, plan, turns, carry_in)
     v, v_out = values(x, chunks, plan, carry_out)
     products_of_rows, own = scores(q, k, k, v_out, plan)
     states, last_state = scan(own, whole, chunks, plan)
     mixed = mix(products_of_rows, mixing, plan)
-    inside, carried = outputs(q, v, states, mixed, plan)
+    o = outputs(q_in, v, states, mixed, plan)
     return _Rows(
-        mixing, carry_in, carry_out, whole, turns, angle, q, k, v, v_out, states, last_state, products_of_rows, mixed,
-        inside, carried,
+        mixing, carry_in, carry_out, whole, turns, angle, q, q_in, k, v, v_out, states, last_state, products_of_rows,
+        mixed, o,
     )  # fmt: skip
 
 

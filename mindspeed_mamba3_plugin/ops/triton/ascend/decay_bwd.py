@@ -1,4 +1,4 @@
-"""Backward of stage `decay`: from the gradients of mixing, carry_in, carry_out and whole to those of A dt, gamma
+"""Backward of stage `decay`: from the gradients of mixing, O, carry_out and whole to those of A dt, gamma
 and s. All sums are over positive index sets, so nothing cancels:
 
     da_u = sum_{t >= u > j} (mixing . dmixing)[t, j] + sum_{t >= u} dlog(carry_in)_t + sum_{t < u} dlog(carry_out)_t
@@ -40,7 +40,7 @@ def _part_bwd(a, s, after, dmix, dinto, dout, dwhole, row, col):
 
 @triton.jit
 def _decay_bwd_kernel(
-    dmixing, dcarry_in, dcarry_out, dwhole, adt, dt, trap, table, dadt, dgamma, ds, tasks, H, S,
+    dmixing, inside, dlog_o, dcarry_out, dwhole, adt, dt, trap, table, dadt, dgamma, ds, tasks, H, S,
     CS: tl.constexpr, PARTS: tl.constexpr, NH: tl.constexpr, HB: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = PARTS * CS
@@ -59,10 +59,10 @@ def _decay_bwd_kernel(
         pair = chunk * H + h
         square = (pair[:, None, None] * (BLOCKS * CS) + t[None, :, None]) * CS + t[None, None, :]
         vector = pair[:, None] * C + t[None, :]
+        block = pair[:, None] * (BLOCKS * CS) + t[None, :]
 
         a, _, s = load_steps(adt, dt, trap, place, t[None, :], reach)
         _, after, _ = carries(a, row, col)
-        dinto = tl.load(dcarry_in + vector)
         dout = tl.load(dcarry_out + vector)
         every = tl.sum(tl.load(dwhole + pair[:, None] * NH + n), axis=1)
         if PARTS == 2:
@@ -70,10 +70,9 @@ def _decay_bwd_kernel(
             into_b, after_b, whole_b = carries(b, row, col)
             dout *= whole_b[:, None]
             between = _by_token(dmixing + square + CS * CS) * tl.trans(into_b)[:, :, None]
-            dinto_b = tl.load(dcarry_in + vector + CS)
+            dinto_b = tl.load(dlog_o + vector + CS) - tl.load(inside + block + 2 * CS)
             dwhole_b = every + tl.sum(s * after * dout, axis=1)
-            every += tl.sum(dinto_b, axis=1)
-            dinto_b += tl.trans(tl.sum(between * (s * after)[None, :, :], axis=2))
+            every += tl.sum(dinto_b - tl.load(inside + block + CS), axis=1)
             dout += tl.sum(between, axis=0)
             dmix_b = _by_token(dmixing + square + 2 * CS * CS)
             dout_b = tl.load(dcarry_out + vector + CS)
@@ -82,6 +81,7 @@ def _decay_bwd_kernel(
             tl.store(dadt + place + CS, narrow(da_b, dadt.dtype.element_ty), mask=here)
             tl.store(ds + place + CS, ds_b, mask=here)
             tl.store(dgamma + place + CS, own_b + ds_b, mask=here)
+        dinto = tl.load(dlog_o + vector) - tl.load(inside + block)
         da, ds_a, own = _part_bwd(a, s, after, _by_token(dmixing + square), dinto, dout, every, row, col)
         here = t[None, :] < reach
         tl.store(dadt + place, narrow(da, dadt.dtype.element_ty), mask=here)
@@ -90,9 +90,13 @@ def _decay_bwd_kernel(
 
 
 def decay_bwd(
-    x: Inputs, chunks: Chunks, plan: Plan, dmixing: Tensor, dcarry_in: Tensor, dcarry_out: Tensor, dwhole: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dADT, and the gradients of gamma (its share in s included) and of s, fp32 [B, H, S]."""
+    x: Inputs, chunks: Chunks, plan: Plan, dmixing: Tensor, inside: Tensor, dlog_o: Tensor, dcarry_out: Tensor,
+    dwhole: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns dADT, and the gradients of gamma (its share in s included) and of s, fp32 [B, H, S].
+
+    That of log(carry_in) is dlog_o, of all of a token's O, less `inside`, what its chunk has in it.
+    """
     H, S = x.V.shape[2], x.Q.shape[1]
     dadt = torch.empty_like(x.ADT)
     dgamma = torch.empty(x.ADT.shape, dtype=torch.float32, device=x.ADT.device)
@@ -100,7 +104,7 @@ def decay_bwd(
     HB = plan.divisor(H, plan.CS * plan.CS)
     tasks = chunks.count * (H // HB)
     _decay_bwd_kernel[plan.vector_grid(tasks)](
-        dmixing, dcarry_in, dcarry_out, dwhole, x.ADT, x.DT, x.Trap, chunks.table, dadt, dgamma, ds, tasks, H, S,
+        dmixing, inside, dlog_o, dcarry_out, dwhole, x.ADT, x.DT, x.Trap, chunks.table, dadt, dgamma, ds, tasks, H, S,
         CS=plan.CS, PARTS=plan.parts, NH=plan.NH, HB=HB,
     )  # fmt: skip
     return dadt, dgamma, ds

@@ -36,7 +36,8 @@ def _mix_kernel(
 
 @triton.jit
 def _mix_bwd_kernel(
-    scores, w, mixing, mixed_w, dmixing, tasks, CS: tl.constexpr, RP: tl.constexpr, HB: tl.constexpr, BT: tl.constexpr
+    scores, w, mixing, mixed_w, dmixing, inside, tasks,
+    CS: tl.constexpr, RP: tl.constexpr, HB: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     L: tl.constexpr = RP * CS
     SHARE: tl.constexpr = CS // BT
@@ -50,12 +51,17 @@ def _mix_bwd_kernel(
         row = blocks[:, None, None, None] * L + tokens[None, :, None, None]
         place = row * L + rank * CS + u[None, None, None, :]
         pairs = tl.zeros((HB, BT, RP, CS), dtype=tl.float32)
+        shares = tl.zeros((HB, BT, RP, CS), dtype=tl.float32)
         for r in range(0, RP):
             at = place + r * (CS * L)
             here = tl.load(w + at)
-            pairs += here * tl.load(scores + at)
+            score = tl.load(scores + at)
+            pairs += here * score
+            # Rounded as the products had it: decay_bwd takes this off a sum with these bits.
+            shares += here * narrow(score * mix, mixed_w.dtype.element_ty).to(tl.float32)
             tl.store(mixed_w + at, narrow(here * mix, mixed_w.dtype.element_ty))
         tl.store(dmixing + small, tl.sum(pairs, axis=2))
+        tl.store(inside + blocks[:, None] * CS + tokens[None, :], tl.sum(tl.sum(shares, axis=2), axis=2))
 
 
 def _sizes(blocks: int, plan: Plan, tiles: int) -> tuple[int, dict[str, int]]:
@@ -74,13 +80,15 @@ def mix(scores: Tensor, mixing: Tensor, plan: Plan) -> Tensor:
     return mixed
 
 
-def mix_bwd(scores: Tensor, w: Tensor, mixing: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """From the gradient w of mixed, fp32, to those of scores, in the operand dtype, and of mixing, fp32."""
+def mix_bwd(scores: Tensor, w: Tensor, mixing: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """From the gradient w of mixed, fp32, to those of scores, in the operand dtype, and of mixing, fp32; and each
+    token's sum of mixed . w, fp32 [chunks, H, blocks, CS]."""
     mixed_w = torch.empty(w.shape, dtype=plan.dtype, device=w.device)
     dmixing = torch.empty_like(mixing)
+    inside = torch.empty(mixing.shape[:-1], dtype=torch.float32, device=w.device)
     tasks, sizes = _sizes(w[..., 0, 0].numel(), plan, 1)
-    _mix_bwd_kernel[plan.vector_grid(tasks)](scores, w, mixing, mixed_w, dmixing, tasks, **sizes)
-    return mixed_w, dmixing
+    _mix_bwd_kernel[plan.vector_grid(tasks)](scores, w, mixing, mixed_w, dmixing, inside, tasks, **sizes)
+    return mixed_w, dmixing, inside
 
 
 def as_blocks(mixing: Tensor, plan: Plan) -> Tensor:

@@ -1,7 +1,7 @@
 """The matrix products of a chunk, for the cube alone: whatever is element-wise stands in kernels of its own.
 
-scores:    q k^T and the state k^T v_out that the chunk adds; backward, W = dO v^T and q^T dO_in
-outputs:   inside = mixed v,  carried = q S
+scores:    q k^T and the state k^T v_out that the chunk adds; backward, W = dO v^T and q_in^T dO
+outputs:   O = mixed v + q_in S
 products:  dq = dO_in S^T + mixed_w k,  dk = v_out dS^T + mixed_w^T q,  dv inside = mixed^T dO,  carried = k dS
 
 A chunk's M rows are cut into one or two parts of L, and products of rows with rows into blocks of L by L: (0, 0),
@@ -26,68 +26,69 @@ def _tile(x, index, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _scores_kernel(
     a, b, x, y, scores, sums, tasks,
-    L: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr, N2: tl.constexpr, PP: tl.constexpr, SAME: tl.constexpr,
+    L: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr, N2: tl.constexpr, PP: tl.constexpr,
+    X_IS_B: tl.constexpr, Y_IS_A: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = PARTS * (PARTS + 1) // 2
     for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
         task = tl.cast(i, tl.int64)
         part, block = task * PARTS, task * BLOCKS
+        rows = tl.load(_tile(a, part, L, W))
         right = tl.load(_tile(b, part, L, W))
-        tl.store(_tile(scores, block, L, L), dot(tl.load(_tile(a, part, L, W)), tl.trans(right)))
-        left = right if SAME else tl.load(_tile(x, part, L, N2))
-        total = dot(tl.trans(left), tl.load(_tile(y, part, L, PP)))
+        tl.store(_tile(scores, block, L, L), dot(rows, tl.trans(right)))
+        left = right if X_IS_B else tl.load(_tile(x, part, L, N2))
+        total = dot(tl.trans(left), rows if Y_IS_A else tl.load(_tile(y, part, L, PP)))
         if PARTS == 2:
             later = tl.load(_tile(a, part + 1, L, W))
             tl.store(_tile(scores, block + 1, L, L), dot(later, tl.trans(right)))
             right = tl.load(_tile(b, part + 1, L, W))
             tl.store(_tile(scores, block + 2, L, L), dot(later, tl.trans(right)))
-            left = right if SAME else tl.load(_tile(x, part + 1, L, N2))
-            total = dot(tl.trans(left), tl.load(_tile(y, part + 1, L, PP)), total)
+            left = right if X_IS_B else tl.load(_tile(x, part + 1, L, N2))
+            total = dot(tl.trans(left), later if Y_IS_A else tl.load(_tile(y, part + 1, L, PP)), total)
         tl.store(_tile(sums, task, N2, PP), total)
 
 
 def scores(a: Tensor, b: Tensor, x: Tensor, y: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """a b^T as [chunks, H, blocks, L, L] and x^T y [chunks, H, N2, PP] of every chunk and head, both fp32; all are
-    [chunks, H, M, columns], and x may be b."""
+    [chunks, H, M, columns], and x may be b, or y be a."""
     product = torch.empty(*a.shape[:2], plan.blocks, plan.L, plan.L, dtype=torch.float32, device=a.device)
     sums = torch.empty(*a.shape[:2], plan.N2, plan.PP, dtype=torch.float32, device=a.device)
     tasks = a.shape[0] * a.shape[1]
     _scores_kernel[plan.cube_grid(tasks)](
         a, b, x, y, product, sums, tasks,
-        L=plan.L, PARTS=plan.parts, W=a.shape[3], N2=plan.N2, PP=plan.PP, SAME=x is b, **plan.cube,
+        L=plan.L, PARTS=plan.parts, W=a.shape[3], N2=plan.N2, PP=plan.PP, X_IS_B=x is b, Y_IS_A=y is a, **plan.cube,
     )  # fmt: skip
     return product, sums
 
 
 @triton.jit
 def _outputs_kernel(
-    q, v, states, mixed, inside, carried, tasks,
+    q_in, v, states, mixed, o, tasks,
     L: tl.constexpr, PARTS: tl.constexpr, N2: tl.constexpr, PP: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = PARTS * (PARTS + 1) // 2
     for i in range(tl.program_id(0), tasks, tl.num_programs(0)):
         task = tl.cast(i, tl.int64)
         part, block = task * PARTS, task * BLOCKS
-        value = tl.load(_tile(v, part, L, PP))
-        tl.store(_tile(inside, part, L, PP), dot(tl.load(_tile(mixed, block, L, L)), value))
         state = tl.load(_tile(states, task, N2, PP))
-        tl.store(_tile(carried, part, L, PP), dot(tl.load(_tile(q, part, L, N2)), state))
+        value = tl.load(_tile(v, part, L, PP))
+        from_state = dot(tl.load(_tile(q_in, part, L, N2)), state)
+        tl.store(_tile(o, part, L, PP), dot(tl.load(_tile(mixed, block, L, L)), value, from_state))
         if PARTS == 2:
-            total = dot(tl.load(_tile(mixed, block + 1, L, L)), value)
+            total = dot(tl.load(_tile(q_in, part + 1, L, N2)), state)
+            total = dot(tl.load(_tile(mixed, block + 1, L, L)), value, total)
             value = tl.load(_tile(v, part + 1, L, PP))
-            tl.store(_tile(inside, part + 1, L, PP), dot(tl.load(_tile(mixed, block + 2, L, L)), value, total))
-            tl.store(_tile(carried, part + 1, L, PP), dot(tl.load(_tile(q, part + 1, L, N2)), state))
+            tl.store(_tile(o, part + 1, L, PP), dot(tl.load(_tile(mixed, block + 2, L, L)), value, total))
 
 
-def outputs(q: Tensor, v: Tensor, states: Tensor, mixed: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Returns `inside` and `carried`, fp32 [chunks, H, M, PP]: O = inside + carry_in carried + D v."""
-    inside = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    carried = torch.empty_like(inside)
-    tasks = q.shape[0] * q.shape[1]
+def outputs(q_in: Tensor, v: Tensor, states: Tensor, mixed: Tensor, plan: Plan) -> Tensor:
+    """Returns O without D v, fp32 [chunks, H, M, PP]."""
+    o = torch.empty(v.shape, dtype=torch.float32, device=v.device)
+    tasks = v.shape[0] * v.shape[1]
     _outputs_kernel[plan.cube_grid(tasks)](
-        q, v, states, mixed, inside, carried, tasks, L=plan.L, PARTS=plan.parts, N2=plan.N2, PP=plan.PP, **plan.cube
+        q_in, v, states, mixed, o, tasks, L=plan.L, PARTS=plan.parts, N2=plan.N2, PP=plan.PP, **plan.cube
     )  # fmt: skip
-    return inside, carried
+    return o
 
 
 @triton.jit

@@ -57,7 +57,7 @@ def _cosines(
 
 @triton.jit
 def _rotate_kernel(
-    q, k, q_bias, k_bias, turns, table, q_out, k_out, tasks, H, G,
+    q, k, q_bias, k_bias, turns, carry_in, table, q_out, q_in, k_out, tasks, H, G,
     C: tl.constexpr, CS: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, N: tl.constexpr, NH: tl.constexpr,
     BT: tl.constexpr, HB: tl.constexpr, CUT: tl.constexpr, FILLED: tl.constexpr,
 ):  # fmt: skip
@@ -84,8 +84,13 @@ def _rotate_kernel(
             b_lo, b_hi = _halves(q_bias, (h * R + r) * N, r < R, HB, RP, 1, N, NH, CUT)
             lo = q_lo + b_lo
             hi = q_hi + b_hi
-            tl.store(q_out + out, narrow(lo * c - hi * s, q_out.dtype.element_ty))
-            tl.store(q_out + out + NH, narrow(lo * s + hi * c, q_out.dtype.element_ty))
+            carry = tl.load(carry_in + task * C + t)
+            turned = lo * c - hi * s
+            tl.store(q_out + out, narrow(turned, q_out.dtype.element_ty))
+            tl.store(q_in + out, narrow(turned * carry, q_out.dtype.element_ty))
+            turned = lo * s + hi * c
+            tl.store(q_out + out + NH, narrow(turned, q_out.dtype.element_ty))
+            tl.store(q_in + out + NH, narrow(turned * carry, q_out.dtype.element_ty))
             b_lo, b_hi = _halves(k_bias, (h * R + r) * N, r < R, HB, RP, 1, N, NH, CUT)
             lo = k_lo + b_lo
             hi = k_hi + b_hi
@@ -93,20 +98,21 @@ def _rotate_kernel(
             tl.store(k_out + out + NH, narrow(lo * s + hi * c, k_out.dtype.element_ty))
 
 
-def rotate(x: Inputs, chunks: Chunks, plan: Plan, turns: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotated q and k, [chunks, H, M, N2] in the operand dtype, by the table of `angles`; padding of R, N is 0."""
+def rotate(x: Inputs, chunks: Chunks, plan: Plan, turns: Tensor, carry_in: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated q, q carry_in and rotated k, [chunks, H, M, N2] in the operand dtype, by the table of `angles`; padding
+    of R, N is 0."""
     _, _, H, G, R, N, _ = x.sizes
     q = torch.empty(chunks.count, H, plan.M, plan.N2, dtype=plan.dtype, device=x.Q.device)
-    k = torch.empty_like(q)
+    q_in, k = torch.empty_like(q), torch.empty_like(q)
     width = plan.NH if plan.RP > 2 else 2 * plan.NH  # cosines and sines take as much as two ranks
     BT = plan.tokens(width)
     tasks = chunks.count * G * (plan.C // BT)
     _rotate_kernel[plan.vector_grid(tasks)](
-        x.Q, x.K, x.Q_bias, x.K_bias, turns, chunks.table, q, k, tasks, H, G,
+        x.Q, x.K, x.Q_bias, x.K_bias, turns, carry_in, chunks.table, q, q_in, k, tasks, H, G,
         C=plan.C, CS=plan.CS, R=R, RP=plan.RP, N=N, NH=plan.NH, BT=BT,
         HB=plan.divisor(H // G, plan.RP * BT * width), CUT=can_cut(plan), FILLED=plan.rotated(x.Angles.shape[3]),
     )  # fmt: skip
-    return q, k
+    return q, q_in, k
 
 
 @triton.jit

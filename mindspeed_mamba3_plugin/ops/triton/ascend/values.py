@@ -2,7 +2,7 @@
 
 v = V MIMO_V,   v_out = v carry_out
 dv = dv_inside + carry_out (k dS) + D dO,   dV = sum_r dv MIMO_V,   dMIMO_V = sum_t dv V,
-d(carry_out) = sum_{r, p} v (k dS)
+dD = sum dO v,   d(carry_out) = sum_{r, p} v (k dS)
 """
 
 import torch
@@ -60,7 +60,7 @@ def values(x: Inputs, chunks: Chunks, plan: Plan, carry_out: Tensor) -> tuple[Te
 
 @triton.jit
 def _values_bwd_kernel(
-    inside, carried, do, v, mimo_v, d, carry_out, table, dv_out, dmimo_v, dcarry_out, tasks, H, chunks, K,
+    inside, carried, do, v, mimo_v, d, carry_out, table, dv_out, dmimo_v, dd, dcarry_out, tasks, H, chunks, K,
     C: tl.constexpr, CS: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BT: tl.constexpr, HAS_D: tl.constexpr,
 ):  # fmt: skip
@@ -75,6 +75,7 @@ def _values_bwd_kernel(
         up = tl.load(mimo_v + (h * R + r) * P + p, mask=(r < R) & (p < P), other=0.0).to(tl.float32)
         skip = tl.load(d + h).to(tl.float32) if HAS_D else 0.0
         dup = tl.zeros((RP, PP), dtype=tl.float32)
+        through_d = tl.zeros((RP, PP), dtype=tl.float32)
         for c in range(first, tl.minimum(first + K, chunks)):
             chunk = tl.cast(c, tl.int64)
             task = chunk * H + h
@@ -89,7 +90,9 @@ def _values_bwd_kernel(
                 from_state = tl.load(carried + place)
                 grad = tl.load(inside + place) + weight * from_state
                 if HAS_D:
-                    grad += skip * tl.load(do + place).to(tl.float32)
+                    do_rows = tl.load(do + place).to(tl.float32)
+                    through_d += tl.sum(do_rows * value, axis=1)
+                    grad += skip * do_rows
                 dup += tl.sum(grad * value, axis=1)
                 row = part * BT + token
                 total = tl.sum(grad * up, axis=0)
@@ -98,23 +101,29 @@ def _values_bwd_kernel(
                 tl.store(dv_out + target, narrow(total, dv_out.dtype.element_ty), mask=seen)
                 share = tl.sum(value * up * from_state, axis=0)
                 tl.store(dcarry_out + task * C + row, tl.sum(share, axis=1))
-        tl.store(dmimo_v + (tl.cast(i, tl.int64) * RP + rank) * PP + col, dup)
+        own = (tl.cast(i, tl.int64) * RP + rank) * PP + col
+        tl.store(dmimo_v + own, dup)
+        if HAS_D:
+            up = tl.load(mimo_v + (h * R + rank) * P + col, mask=(rank < R) & (col < P), other=0.0).to(tl.float32)
+            tl.store(dd + own, through_d * up)
 
 
 def values_bwd(
     x: Inputs, chunks: Chunks, plan: Plan, inside: Tensor, carried: Tensor, do: Tensor, carry_out: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """From dv inside the chunk and k dS (fp32 [chunks, H, M, PP]) and dO to dV, dMIMO_V and the gradient of
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """From dv inside the chunk and k dS (fp32 [chunks, H, M, PP]) and dO to dV, dMIMO_V, dD and the gradient of
     carry_out, fp32 [chunks, H, C]."""
     _, _, H, _, R, _, P = x.sizes
     dv = torch.empty_like(x.V)
     dcarry_out = torch.empty_like(carry_out)
     K = plan.walk(chunks.count, H)
     dmimo_v = torch.empty(-(-chunks.count // K), H, plan.RP, plan.PP, dtype=torch.float32, device=x.V.device)
+    dd = torch.empty_like(dmimo_v) if x.D is not None else None
     tasks = len(dmimo_v) * H
     _values_bwd_kernel[plan.vector_grid(tasks)](
-        inside, carried, do, x.V, x.MIMO_V, x.D, carry_out, chunks.table, dv, dmimo_v, dcarry_out, tasks, H,
+        inside, carried, do, x.V, x.MIMO_V, x.D, carry_out, chunks.table, dv, dmimo_v, dd, dcarry_out, tasks, H,
         chunks.count, K, C=plan.C, CS=plan.CS, R=R, RP=plan.RP, P=P, PP=plan.PP, BT=plan.tokens(plan.PP),
         HAS_D=x.D is not None,
     )  # fmt: skip
-    return dv, dmimo_v.sum(0)[:, :R, :P], dcarry_out
+    dd = dd.sum(dim=(0, 2, 3)) if dd is not None else None
+    return dv, dmimo_v.sum(0)[:, :R, :P], dd, dcarry_out
