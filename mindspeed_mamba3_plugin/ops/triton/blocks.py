@@ -36,17 +36,21 @@ def opened(minus_x):
 
 @triton.jit
 def tanh(x):
-    """tanh with a relative error of a few ulp."""
-    e = tl.exp(-2.0 * tl.abs(x))
-    return signed_tanh(x, (1.0 - e) / (1.0 + e))
+    """tanh with a relative error of a few ulp, right for any x: exp grows to inf, of which the inverse is 0."""
+    y = x * x
+    return tl.where(y < 0.0625, _tanh_near_0(x, y), 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x)))
 
 
 @triton.jit
 def signed_tanh(x, far):
     """tanh(x) from tanh(|x|) by way of an exponential, which near 0 has none of its bits."""
-    y = x * x
-    near = 1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835 + y * (-1382 / 155925)))))
-    return tl.where(tl.abs(x) < 0.25, x * near, tl.where(x >= 0, far, -far))
+    return tl.where(tl.abs(x) < 0.25, _tanh_near_0(x, x * x), tl.where(x >= 0, far, -far))
+
+
+@triton.jit
+def _tanh_near_0(x, y):
+    """tanh(x) for |x| < 1/4, y = x x."""
+    return x * (1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835 + y * (-1382 / 155925))))))
 
 
 @triton.jit

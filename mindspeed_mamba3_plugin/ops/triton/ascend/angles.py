@@ -13,14 +13,24 @@ from ...types import Inputs
 from ..blocks import narrow, sigmoid, tanh, wrap
 from ..chunks import Chunks
 from ..plan import Plan, next_power_of_2
+from .slices import can_cut, extract_slice
 
 _PI = tl.constexpr(3.141592653589793)
 
 
 @triton.jit
+def _last(x, C: tl.constexpr, HB: tl.constexpr, AP: tl.constexpr, CUT: tl.constexpr):
+    """The last token's [HB, AP] of a [C, HB, AP] tile."""
+    if CUT:
+        return tl.reshape(extract_slice(x, (C - 1, 0, 0), (1, HB, AP), (1, 1, 1)), (HB, AP))
+    else:
+        return tl.sum(tl.where(tl.arange(0, C)[:, None, None] == C - 1, x, 0.0), axis=0)
+
+
+@triton.jit
 def _turns_kernel(
     angles, dt, table, local, coarse, fine, tasks, blocks, H, S,
-    C: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, HB: tl.constexpr,
+    C: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, HB: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     t = tl.arange(0, C)
     token = t[:, None, None]
@@ -47,11 +57,10 @@ def _turns_kernel(
         rest = tl.cumsum(turns - rounded, axis=0)
         whole = tl.cumsum(rounded, axis=0)
         tl.store(local + ((chunk * H + head) * C + token) * AP + n, wrap(whole) + rest, mask=head < H)
-        at_end = token == C - 1
         out = (chunk * H + h[:, None]) * A + col
         known = (h[:, None] < H) & (col < A)
-        tl.store(coarse + out, tl.sum(tl.where(at_end, whole, 0.0), axis=0), mask=known)
-        tl.store(fine + out, tl.sum(tl.where(at_end, rest, 0.0), axis=0), mask=known)
+        tl.store(coarse + out, _last(whole, C, HB, AP, CUT), mask=known)
+        tl.store(fine + out, _last(rest, C, HB, AP, CUT), mask=known)
 
 
 @triton.jit
@@ -123,8 +132,9 @@ def angles(x: Inputs, chunks: Chunks, plan: Plan) -> tuple[Tensor, Tensor]:
     blocks = -(-H // HB)
     tasks = chunks.count * blocks
     _turns_kernel[plan.vector_grid(tasks)](
-        x.Angles, x.DT, chunks.table, local, coarse, fine, tasks, blocks, H, S, C=plan.C, A=A, AP=AP, HB=HB
-    )
+        x.Angles, x.DT, chunks.table, local, coarse, fine, tasks, blocks, H, S,
+        C=plan.C, A=A, AP=AP, HB=HB, CUT=can_cut(plan),
+    )  # fmt: skip
     W = min(256, next_power_of_2(H * A))
     lines = chunks.sequences * -(-H * A // W)
     _turn_scan_kernel[plan.vector_grid(lines)](coarse, fine, chunks.bounds, turns, final, lines, H * A, W=W)

@@ -37,11 +37,11 @@ def _values_kernel(
             for part in range(0, C // BT):
                 t = part * BT + token
                 seen = (t < reach) & (p < P)
-                rows = tl.load(v + ((start + t) * H + h) * P + p, mask=seen, other=0.0).to(tl.float32) * up
+                value = tl.load(v + ((start + t) * H + h) * P + p, mask=seen, other=0.0).to(tl.float32)
                 weight = tl.load(carry_out + task * C + t)
                 place = (first_row(task, part * BT, C, CS, RP) + r * CS + token) * PP + p
-                tl.store(v_rows + place, narrow(rows, v_rows.dtype.element_ty))
-                tl.store(v_out + place, narrow(rows * weight, v_out.dtype.element_ty))
+                tl.store(v_rows + place, narrow(value * up, v_rows.dtype.element_ty))
+                tl.store(v_out + place, narrow(value * weight * up, v_out.dtype.element_ty))
 
 
 def values(x: Inputs, chunks: Chunks, plan: Plan, carry_out: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ def values(x: Inputs, chunks: Chunks, plan: Plan, carry_out: Tensor) -> tuple[Te
     tasks = -(-chunks.count // K) * H
     _values_kernel[plan.vector_grid(tasks)](
         x.V, x.MIMO_V, carry_out, chunks.table, rows, out, tasks, H, chunks.count, K,
-        C=plan.C, CS=plan.CS, R=R, RP=plan.RP, P=P, PP=plan.PP, BT=plan.tokens(plan.PP),
+        C=plan.C, CS=plan.CS, R=R, RP=plan.RP, P=P, PP=plan.PP, BT=plan.tokens(plan.PP // 2),
     )  # fmt: skip
     return rows, out
 
