@@ -21,6 +21,7 @@ from .decay_bwd import decay_bwd
 from .gate import GateGradients, gate, gate_bwd
 from .mixing import mix, mix_bwd
 from .products import outputs, products, scores
+from .rank_one import carries, mix_one, mix_one_bwd
 from .rotate import rotate, rotate_bwd
 from .states import reverse_scan, scan
 from .values import values, values_bwd
@@ -31,7 +32,7 @@ NAME = "triton-ascend"
 class _Rows(NamedTuple):
     """What the forward computes before the gate; the backward computes it again from the inputs."""
 
-    mixing: Tensor
+    mixing: Tensor | None  # none at rank 1
     carry_in: Tensor
     carry_out: Tensor
     whole: Tensor
@@ -84,7 +85,10 @@ def bwd_bwd(x: Inputs, residuals: Residuals) -> Gradients:
     chunks, plan, rows, behind = residuals
     w, down = scores(behind.do, rows.v, rows.q_in, behind.do, plan)
     dstates, dwhole, dturn = reverse_scan(down, rows.whole, rows.states, chunks, plan)
-    mixed_w, dmixing, inside = mix_bwd(rows.scores, w, rows.mixing, plan)
+    if rows.mixing is None:
+        mixed_w, dmixing, inside = mix_one_bwd(x, chunks, plan, rows.scores, w)
+    else:
+        mixed_w, dmixing, inside = mix_bwd(rows.scores, w, rows.mixing, plan)
     dq, dk, dv_inside, dv_carried = products(
         rows.q, rows.k, rows.v_out, behind.do, behind.do_in, rows.states, dstates, rows.mixed, mixed_w, plan
     )
@@ -112,13 +116,14 @@ def _prepare(x: Inputs) -> tuple[Inputs, Chunks, Plan]:
 
 
 def _rows(x: Inputs, chunks: Chunks, plan: Plan) -> _Rows:
-    mixing, carry_in, carry_out, whole = decay(x, chunks, plan)
+    one = plan.RP == 1
+    mixing, carry_in, carry_out, whole = (None, *carries(x, chunks, plan)) if one else decay(x, chunks, plan)
     turns, angle = angles(x, chunks, plan)
     q, q_in, k = rotate(x, chunks, plan, turns, carry_in)
     v, v_out = values(x, chunks, plan, carry_out)
     products_of_rows, own = scores(q, k, k, v_out, plan)
     states, last_state = scan(own, whole, chunks, plan)
-    mixed = mix(products_of_rows, mixing, plan)
+    mixed = mix_one(x, chunks, plan, products_of_rows) if one else mix(products_of_rows, mixing, plan)
     o = outputs(q_in, v, states, mixed, plan)
     return _Rows(
         mixing, carry_in, carry_out, whole, turns, angle, q, q_in, k, v, v_out, states, last_state, products_of_rows,

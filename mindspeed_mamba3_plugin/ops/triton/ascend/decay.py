@@ -22,11 +22,9 @@ from ..plan import Plan
 
 
 @triton.jit
-def load_steps(adt, dt, trap, place, t, reach):
-    """Exponents, weights and scales of the heads and tokens at `place` [HB, CS], t tokens from their chunk's start:
-    a, gamma and s, 0 past its end."""
-    here = t < reach
-    following = t + 1 < reach
+def load_steps(adt, dt, trap, place, here, following):
+    """Exponents, weights and scales of the heads and tokens at `place`: a, gamma and s, 0 where not `here`.
+    `following` tells where there is a next token."""
     a = tl.load(adt + place, mask=here, other=0.0).to(tl.float32)
     d = tl.load(dt + place, mask=here, other=0.0).to(tl.float32)
     gamma = d * sigmoid(tl.load(trap + place, mask=here, other=0.0).to(tl.float32))
@@ -70,14 +68,15 @@ def _decay_kernel(
         square = (pair[None, :, None] * (BLOCKS * CS) + t[:, None, None]) * CS + t[None, None, :]
         vector = pair[:, None] * C + t[None, :]
 
-        a, gamma, s = load_steps(adt, dt, trap, place, t[None, :], reach)
+        a, gamma, s = load_steps(adt, dt, trap, place, t[None, :] < reach, t[None, :] + 1 < reach)
         into, out, every = carries(a, row, col)
         out *= s
         inside = tl.exp(segment_sums(a, row, col)) * s[None, :, :]
         tl.store(mixing + square, tl.where(col < row, inside, tl.where(col == row, gamma[None, :, :], 0.0)))
         tl.store(carry_in + vector, into)
         if PARTS == 2:
-            a, gamma, s = load_steps(adt, dt, trap, place + CS, CS + t[None, :], reach)
+            at = CS + t[None, :]
+            a, gamma, s = load_steps(adt, dt, trap, place + CS, at < reach, at + 1 < reach)
             into, after, last = carries(a, row, col)
             tl.store(mixing + square + CS * CS, tl.trans(into)[:, :, None] * out[None, :, :])
             inside = tl.exp(segment_sums(a, row, col)) * s[None, :, :]

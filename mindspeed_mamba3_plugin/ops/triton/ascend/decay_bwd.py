@@ -61,12 +61,13 @@ def _decay_bwd_kernel(
         vector = pair[:, None] * C + t[None, :]
         block = pair[:, None] * (BLOCKS * CS) + t[None, :]
 
-        a, _, s = load_steps(adt, dt, trap, place, t[None, :], reach)
+        a, _, s = load_steps(adt, dt, trap, place, t[None, :] < reach, t[None, :] + 1 < reach)
         _, after, _ = carries(a, row, col)
         dout = tl.load(dcarry_out + vector)
         every = tl.sum(tl.load(dwhole + pair[:, None] * NH + n), axis=1)
         if PARTS == 2:
-            b, _, s_b = load_steps(adt, dt, trap, place + CS, CS + t[None, :], reach)
+            at = CS + t[None, :]
+            b, _, s_b = load_steps(adt, dt, trap, place + CS, at < reach, at + 1 < reach)
             into_b, after_b, whole_b = carries(b, row, col)
             dout *= whole_b[:, None]
             between = _by_token(dmixing + square + CS * CS) * tl.trans(into_b)[:, :, None]
