@@ -71,6 +71,11 @@ class Plan:
     def N2(self) -> int:
         return 2 * self.NH
 
+    @property
+    def share_dtype(self) -> torch.dtype:
+        """Of a share of a gradient that is no sum to be cancelled. fp16 might not have its range."""
+        return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+
     def by_rank(self, rows: Tensor) -> Tensor:
         """Rows [., H, M, W] of chunks as [., H, RP, C, W]."""
         return rows.unflatten(2, (self.parts, self.RP, self.CS)).transpose(2, 3).flatten(3, 4)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..blocks import dot
+from ..blocks import dot, narrow
 from ..plan import Plan
 
 
@@ -102,10 +102,10 @@ def _products_kernel(
         part, block = task * PARTS, task * BLOCKS
         keys = tl.load(_tile(k, part, L, N2))
         dstate = tl.load(_tile(dstates, task, N2, PP))
-        tl.store(_tile(carried, part, L, PP), dot(keys, dstate))
+        tl.store(_tile(carried, part, L, PP), narrow(dot(keys, dstate), carried.dtype.element_ty))
         if PARTS == 2:
             later_keys = tl.load(_tile(k, part + 1, L, N2))
-            tl.store(_tile(carried, part + 1, L, PP), dot(later_keys, dstate))
+            tl.store(_tile(carried, part + 1, L, PP), narrow(dot(later_keys, dstate), carried.dtype.element_ty))
 
         dvalue = dot(tl.trans(tl.load(_tile(mixed, block, L, L))), tl.load(_tile(do, part, L, PP)))
         if PARTS == 2:
@@ -139,15 +139,15 @@ def products(
     q: Tensor, k: Tensor, v_out: Tensor, do: Tensor, do_in: Tensor, states: Tensor, dstates: Tensor, mixed: Tensor,
     mixed_w: Tensor, plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns, all in fp32: dq and dk of the rotated rows [chunks, H, M, N2], dv inside the chunk and k dS
-    [chunks, H, M, PP].
+    """Returns in fp32 dq and dk of the rotated rows [chunks, H, M, N2] and dv inside the chunk [chunks, H, M, PP], and
+    k dS, like dv, in plan.share_dtype.
 
     dq and dk stay in fp32 because the gradient of an angle is a small difference of large products of them.
     """
     dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     dk = torch.empty_like(dq)
     dv = torch.empty(do.shape, dtype=torch.float32, device=q.device)
-    carried = torch.empty_like(dv)
+    carried = torch.empty(do.shape, dtype=plan.share_dtype, device=q.device)
     tasks = q.shape[0] * q.shape[1]
     _products_kernel[plan.cube_grid(tasks)](
         q, k, v_out, do, do_in, states, dstates, mixed, mixed_w, dq, dk, dv, carried, tasks,

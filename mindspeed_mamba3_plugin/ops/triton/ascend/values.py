@@ -87,7 +87,7 @@ def _values_bwd_kernel(
                 seen = (t < reach) & (p < P)
                 value = tl.load(v + ((start + t) * H + h) * P + p, mask=seen, other=0.0).to(tl.float32)
                 weight = tl.load(carry_out + task * C + t)
-                from_state = tl.load(carried + place)
+                from_state = tl.load(carried + place).to(tl.float32)
                 grad = tl.load(inside + place) + weight * from_state
                 if HAS_D:
                     do_rows = tl.load(do + place).to(tl.float32)
@@ -111,7 +111,7 @@ def _values_bwd_kernel(
 def values_bwd(
     x: Inputs, chunks: Chunks, plan: Plan, inside: Tensor, carried: Tensor, do: Tensor, carry_out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """From dv inside the chunk and k dS (fp32 [chunks, H, M, PP]) and dO to dV, dMIMO_V, dD and the gradient of
+    """From dv inside the chunk, k dS and dO ([chunks, H, M, PP]) to dV, dMIMO_V, dD and the gradient of
     carry_out, fp32 [chunks, H, C]."""
     _, _, H, _, R, _, P = x.sizes
     dv = torch.empty_like(x.V)
