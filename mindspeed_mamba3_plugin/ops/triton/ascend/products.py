@@ -139,8 +139,8 @@ def products(
     q: Tensor, k: Tensor, v_out: Tensor, do: Tensor, do_in: Tensor, states: Tensor, dstates: Tensor, mixed: Tensor,
     mixed_w: Tensor, plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns in fp32 dq and dk of the rotated rows [chunks, H, M, N2] and dv inside the chunk [chunks, H, M, PP], and
-    k dS, like dv, in plan.share_dtype.
+    """Returns dq and dk of the rotated rows [chunks, H, M, N2] and dv inside the chunk [chunks, H, M, PP], in fp32,
+    and k dS, of dv's shape, in plan.share_dtype.
 
     dq and dk stay in fp32 because the gradient of an angle is a small difference of large products of them.
     """
