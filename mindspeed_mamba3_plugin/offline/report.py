@@ -64,7 +64,7 @@ def _bytes_table(rows: list[Row]) -> str:
                 for s in shapes
             ]
             if any(cells):
-                lines.append([f"{kernel.strip('_').removesuffix('_kernel')} {name}", *map(str, cells)])
+                lines.append([f"{kernel.strip('_').removesuffix('_kernel')} {name}", *(str(c or "") for c in cells)])
     return table(["kernel", *(s.rpartition("_C")[0] for s in shapes)], lines)
 
 
