@@ -46,8 +46,8 @@ SLIPS = [
     Mutation(
         "mask <= instead of <",
         f"{FAMILY}/decay.py",
-        "tl.where(col < row, inside, tl.where(col == row",
-        "tl.where(col <= row, inside, tl.where(col == row",
+        "tl.store(mixing + square, tl.where(col < row, inside",
+        "tl.store(mixing + square, tl.where(col <= row, inside",
     ),
     Mutation(
         "next token's share of the scale dropped",
@@ -55,18 +55,29 @@ SLIPS = [
         "gamma + d_next * rest_next",
         "gamma + 0.0 * d_next * rest_next",
     ),
-    Mutation("share past the end kept", f"{FAMILY}/decay.py", "following = t + 1 < reach", "following = t < reach"),
+    Mutation(
+        "share past the end kept",
+        f"{FAMILY}/decay.py",
+        "t[None, :] < reach, t[None, :] + 1 < reach)",
+        "t[None, :] < reach, t[None, :] < reach)",
+    ),
     Mutation(
         "angle of the neighbour",
         f"{FAMILY}/angles.py",
-        "tl.load(local + (task * C + token) * A + n",
-        "tl.load(local + (task * C + (token + 1) % C) * A + n",
+        "tl.load(local + (task * C + token) * AP + n",
+        "tl.load(local + (task * C + (token + 1) % C) * AP + n",
     ),
     Mutation(
         "D dropped in the backward",
         f"{FAMILY}/values.py",
         "grad += skip * do_rows",
         "grad += 0.0 * skip * do_rows",
+    ),
+    Mutation(
+        "what a chunk has in O taken for the state's",
+        f"{FAMILY}/decay_bwd.py",
+        "dinto = tl.load(dlog_o + vector) - tl.load(inside + block)",
+        "dinto = tl.load(dlog_o + vector)",
     ),
     Mutation(
         "a chunk's own decay left out of the scan",
@@ -77,8 +88,8 @@ SLIPS = [
     Mutation(
         "last chunk's decay with the padding",
         f"{FAMILY}/decay.py",
-        "a = tl.load(adt + base + t, mask=here, other=0.0)",
-        "a = tl.load(adt + base + t, mask=here, other=-1.0)",
+        "a = tl.load(adt + place, mask=here, other=0.0)",
+        "a = tl.load(adt + place, mask=here, other=-1.0)",
     ),
     Mutation(
         "what crosses into later chunks dropped from the angle gradient",
@@ -89,8 +100,10 @@ SLIPS = [
     Mutation(
         "heads of a group summed too few",
         f"{FAMILY}/rotate.py",
-        "dk_hi = tl.zeros((RP, BT, NH), dtype=tl.float32)\n        for h in range(g * (H // G), (g + 1) * (H // G)):",
-        "dk_hi = tl.zeros((RP, BT, NH), dtype=tl.float32)\n        for h in range(g * (H // G), g * (H // G) + 1):",
+        "dk_hi = tl.zeros((1, RP, BT, NH), dtype=tl.float32)\n"
+        "        for first in range(g * (H // G), (g + 1) * (H // G), HB):",
+        "dk_hi = tl.zeros((1, RP, BT, NH), dtype=tl.float32)\n"
+        "        for first in range(g * (H // G), g * (H // G) + 1, HB):",
     ),
     Mutation(
         "norm's mean over padding",
