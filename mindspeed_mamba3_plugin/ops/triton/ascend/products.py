@@ -112,8 +112,8 @@ def _products_kernel(
             grad = tl.load(_tile(do, part + 1, L, PP))
             dvalue = dot(tl.trans(tl.load(_tile(mixed, block + 1, L, L))), grad, dvalue)
             later = dot(tl.trans(tl.load(_tile(mixed, block + 2, L, L))), grad)
-            tl.store(_tile(dv, part + 1, L, PP), later)
-        tl.store(_tile(dv, part, L, PP), dvalue)
+            tl.store(_tile(dv, part + 1, L, PP), narrow(later, dv.dtype.element_ty))
+        tl.store(_tile(dv, part, L, PP), narrow(dvalue, dv.dtype.element_ty))
 
         weights = tl.load(_tile(mixed_w, block, L, L))
         dkeys = dot(tl.load(_tile(v_out, part, L, PP)), tl.trans(dstate))
@@ -139,15 +139,15 @@ def products(
     q: Tensor, k: Tensor, v_out: Tensor, do: Tensor, do_in: Tensor, states: Tensor, dstates: Tensor, mixed: Tensor,
     mixed_w: Tensor, plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns dq and dk of the rotated rows [chunks, H, M, N2] and dv inside the chunk [chunks, H, M, PP], in fp32,
-    and k dS, of dv's shape, in plan.share_dtype.
+    """Returns dq and dk of the rotated rows, fp32 [chunks, H, M, N2]; dv inside the chunk and k dS, [chunks, H, M,
+    PP] in plan.share_dtype.
 
     dq and dk stay in fp32 because the gradient of an angle is a small difference of large products of them.
     """
     dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     dk = torch.empty_like(dq)
-    dv = torch.empty(do.shape, dtype=torch.float32, device=q.device)
-    carried = torch.empty(do.shape, dtype=plan.share_dtype, device=q.device)
+    dv = torch.empty(do.shape, dtype=plan.share_dtype, device=q.device)
+    carried = torch.empty_like(dv)
     tasks = q.shape[0] * q.shape[1]
     _products_kernel[plan.cube_grid(tasks)](
         q, k, v_out, do, do_in, states, dstates, mixed, mixed_w, dq, dk, dv, carried, tasks,

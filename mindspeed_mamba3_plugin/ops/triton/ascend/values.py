@@ -88,7 +88,7 @@ def _values_bwd_kernel(
                 value = tl.load(v + ((start + t) * H + h) * P + p, mask=seen, other=0.0).to(tl.float32)
                 weight = tl.load(carry_out + task * C + t)
                 from_state = tl.load(carried + place).to(tl.float32)
-                grad = tl.load(inside + place) + weight * from_state
+                grad = tl.load(inside + place).to(tl.float32) + weight * from_state
                 if HAS_D:
                     do_rows = tl.load(do + place).to(tl.float32)
                     through_d += tl.sum(do_rows * value, axis=1)
