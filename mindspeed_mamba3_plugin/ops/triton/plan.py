@@ -165,8 +165,10 @@ def plain_plan(N: int, P: int, R: int, dtype: torch.dtype, target: str) -> Plan:
     if target == "cuda":
         # One program does one task: loading a next one ahead would only take up shared memory.
         once = {"num_stages": 1}
-        rows = 32 if dtype == torch.float32 else 64  # fp32 products are unrolled into single multiply-adds
+        rows = 32  # fp32 products are unrolled into single multiply-adds
         if dtype != torch.float32:
+            # 16 tokens where 128 rows hold them: the states are rounded at every bound of a chunk.
+            rows = max(64, min(128, 16 * RP))
             # ptxas 12.8 (in Triton 3.6) makes wgmma read a narrower right operand from an address that nothing set.
             NH, PP = max(32, NH), max(64, PP)
         return Plan(dtype, max(1, rows // RP), RP, NH, PP, 2048, 1, 512, 0, 0, False, once, once)
@@ -262,13 +264,13 @@ def gpu_plan(N: int, P: int, R: int, dtype: torch.dtype, capability: int, split:
         third, large = how | {"maxnreg": 168, "ANEW": True}, PP > 64
         fits = max(2 * NH, PP) <= 64 or (2 * NH <= 128 and not large and RP >= 4)
         half = max(2 * NH, PP) <= 64 or PP <= 32 or RP > 4
-        sinks = third if fits and half else how | {"ANEW": large or RP == 1}
+        sinks = third if fits and half else how | {"ANEW": large or NH > 64 or RP == 1}
         sources = third if fits else how | {"ANEW": large}
     # A walk moves half of the states' bytes, step by step: measured, it pays where they are large beside the rest.
     walk, walkers = None, 128
     if capability == 0 and not split:
         walk, walkers = {"NW": min(NH, 8), "PW": 16, "AHEAD": 1}, 4
-    elif wgmma and not single and not split and RP == 4 and PP >= 64 and 2 * NH * PP >= 8192:
+    elif wgmma and not single and not split and 2 <= RP <= 8 and PP >= 64 and 2 * NH * PP >= 8192:
         walk = how | {"NW": min(NH, 32), "PW": 64, "AHEAD": 3}
     store = torch.float32 if single or split else torch.float16
     return GpuPlan(C, RP, NH // NW, NW, PP // PW, PW, split, how, how, how, sinks, sources, store, walk, walkers)
