@@ -143,14 +143,14 @@ def gradient_norms(model: DistributedDataParallel) -> dict[str, float]:
         for name, module in _unwrapped(model).named_modules()
         if isinstance(module, Mamba3Mixer)
     }
-    names, norms, sharded = [], [], []
+    names, gradients, sharded = [], [], []
     for name, parameter in _named(model):
         widths = parts.get(name)
         pieces = parameter.main_grad.split(list(widths.values())) if widths else (parameter.main_grad,)
         names += [f"{name}[{part}]" for part in widths] if widths else [name]
-        norms += [piece.norm() for piece in pieces]
+        gradients += pieces
         sharded += [getattr(parameter, "tensor_model_parallel", False)] * len(pieces)
-    whole = torch.stack(norms)
+    whole = torch.stack(torch._foreach_norm(gradients))  # as torch.nn.utils takes them: few launches
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         squares = whole.square()
         dist.all_reduce(squares, group=parallel_state.get_tensor_model_parallel_group())
