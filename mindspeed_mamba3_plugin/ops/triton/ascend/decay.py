@@ -70,9 +70,9 @@ def _decay_kernel(
 
         a, gamma, s = load_steps(adt, dt, trap, place, t[None, :] < reach, t[None, :] + 1 < reach)
         into, out, every = carries(a, row, col)
-        out *= s
         inside = tl.exp(segment_sums(a, row, col)) * s[None, :, :]
         tl.store(mixing + square, tl.where(col < row, inside, tl.where(col == row, gamma[None, :, :], 0.0)))
+        out *= s
         tl.store(carry_in + vector, into)
         if PARTS == 2:
             at = CS + t[None, :]
