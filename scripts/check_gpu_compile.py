@@ -101,6 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--capability", type=int, default=90, help="as in sm_90")
     p.add_argument("--shapes", nargs="*", default=list(OFFICIAL), metavar="N128_P64_R4_C16")
     p.add_argument("--dtype", default="bf16", choices=DTYPES)
+    p.add_argument("--heads", type=int, default=16, help="few make some kernels' tiles others")
     p.add_argument("--norm", action="store_true", help="with the fused norm")
     args = p.parse_args(argv)
     driver.set_active(OfflineDriver(args.capability))
@@ -120,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     for shape in args.shapes:
         seen.clear()
         for batch in (1, 8):  # the second fills a card, where some kernels are others
-            x = make_inputs(shape, batch, 128, 16, 1, DTYPES[args.dtype], "cpu", norm=args.norm)
+            x = make_inputs(shape, batch, 128, args.heads, 1, DTYPES[args.dtype], "cpu", norm=args.norm)
             family.forward(x)
             family.backward(x, torch.zeros_like(x.V))
         for (name, _), kernel in seen.items():

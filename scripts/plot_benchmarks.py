@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Pictures of measurements kept as JSON.
 
-python scripts/plot_benchmarks.py comparison docs/benchmarks/h200.json out.png
+python scripts/plot_benchmarks.py comparison docs/benchmarks/h200_beside_tilelang.json out.png
 python scripts/plot_benchmarks.py growth docs/benchmarks/h200_growth.json out.png
 """
 
