@@ -222,6 +222,17 @@ def test_large_tiles_in_fp32_fit_on_the_chip(family, N, P, R):
         check(family, make(1, 70, H=1, R=R, N=N, P=P, norm=norm, device=DEVICE))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("N, P", [(32, 16), (64, 16), (64, 32), (128, 16), (128, 32)])
+def test_narrow_heads_in_16_bits(family, request, N, P):
+    """Sizes at which ptxas 12.8 got the address of a product's operand wrong: far from a question of rounding."""
+    if family.__name__.endswith(".ascend") and (N, P) == (64, 32):
+        why = "dD is summed from a rounded dO, and of this input's summands a thirtieth is left: 3.6 %"
+        request.applymarker(pytest.mark.xfail(raises=AssertionError, strict=True, reason=why))
+    found = compare(family, make(1, 70, R=2, N=N, P=P, dtype=torch.bfloat16, device=DEVICE))
+    assert max(found.out, *found.gradients.values()) < 2e-2, found
+
+
 def test_float64_is_refused(family):
     with pytest.raises(ValueError, match="float64"):
         family.forward(make(1, 8, 1, dtype=torch.float64, device=DEVICE))
